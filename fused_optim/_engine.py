@@ -31,7 +31,7 @@ from fused_optim._hooks import (
 from fused_optim._norms import NormLedger, clip_coefficient
 from fused_optim._roster import Roster, Slot
 from fused_optim._scaling import KernelScaledRun, ScaledRun, lend_scale
-from fused_optim._units import units_of
+from fused_optim._units import Traces, units_of
 
 SMALL_BYTES = 64 * 1024
 """A gradient of up to so many bytes may share a unit; a larger one has a unit of its own."""
@@ -65,6 +65,7 @@ class Engine:
         self.options = options
         self.unit = units_of(whole)
         self.roster = Roster(whole, GradientHook(self))
+        self._slots = self.roster.slots
         self.param_pre_hooks: OrderedDict[int, ParamHook] = OrderedDict()
         self.param_post_hooks: OrderedDict[int, ParamHook] = OrderedDict()
         self.grad_norm: Tensor | None = None
@@ -73,13 +74,13 @@ class Engine:
         self._reducers = distributed.Reducers()
         self._lock = threading.RLock()
         self._passes: dict[int, Pass] = {}
-        self._cap_bytes = int(options.bucket_cap_mb * 2**20)
+        self._cap_bytes = options.bucket_cap_mb * 2**20
         self._small_bytes = min(SMALL_BYTES, self._cap_bytes)
         self._accumulating = 0
         self._backward = 0
         self._interval = 0
         self._generation = 0
-        self._zeroing = False
+        self._zeroed_at = -1
         self._kept = False
         self._round_open = False
         self._rounds_closed = 0
@@ -87,11 +88,15 @@ class Engine:
         self._calls_step = False
         self._warned_idle = False
         self._repeated: str | None = None
+        self._changed: str | None = None
+        self._traces = Traces(False, False)
         self._view: list[dict[str, Any]] = []
         self._measuring: Callable[[Tensor], None] | None = None
         self._clip: Tensor | None = None
         self._overflowed = False
+        self._discarded = False
         self._norms = NormLedger(2.0)
+        self._earlier_norms = NormLedger(2.0)
         self._scaled_runs: list[ScaledRun] = []
 
     # From a complete gradient to a step
@@ -99,18 +104,14 @@ class Engine:
     def gradient_ready(self, param: Tensor) -> None:
         """Takes the complete gradient in ``param.grad``; called by the hook of ``param``."""
         with self._lock:
-            task = pass_id()
-            if task < 0:
-                # Called by hand, as pipeline schedules do, which may change the gradient after: step() applies it.
-                self._kept = True
-                return
-            current = self._passes.get(task)
-            if current is None:
-                current = self._open_pass(task)
+            current = self._passes.get(pass_id()) or self._open_pass(pass_id())
             if id(param) not in current.reduced:
-                current.on_ready(param, current)
+                current.on_ready(self, param, current)
 
     def _open_pass(self, task: int) -> Pass:
+        if task < 0:
+            # Called by hand, as pipeline schedules do, which may change the gradient after: step() applies it.
+            return Pass(Engine._keep, False, {})
         if not self.roster.is_current():
             self.roster.enrol()
         around = surroundings()
@@ -139,13 +140,17 @@ class Engine:
         thread = threading.get_ident()
         return any(not opened.nested and opened.thread == thread for opened in self._passes.values())
 
-    def _on_ready(self) -> Callable[[Tensor, Pass], None]:
+    def _on_ready(self) -> Callable[[Engine, Tensor, Pass], None]:
+        # Not bound to this engine: a pass that failed stays with it, and the cycle would keep both alive.
         if self._measuring is not None:
-            return self._measure
+            return Engine._measure
         asked = self.options.accumulate_when
         if self._accumulating or (asked is not None and asked()):
-            return self._keep
-        return self._discard if self._overflowed else self._step_ready
+            return Engine._keep
+        if self._discarded and not self._calls_step:
+            self._overflowed = self._discarded = False
+            self._clip = None
+        return Engine._discard if self._overflowed else Engine._step_ready
 
     def _keep(self, param: Tensor, current: Pass) -> None:
         self._kept = True
@@ -158,14 +163,20 @@ class Engine:
             self._measuring(param)
 
     def _step_ready(self, param: Tensor, current: Pass) -> None:
-        slot = self.roster.slots.get(id(param))
-        if slot is None or param.grad is None:
+        slot = self._slots.get(id(param))
+        if slot is None:
             return
-        self._mark(slot, param)
+        if slot.backward == self._backward or slot.interval == self._interval:
+            if param.grad is None:
+                # The end of another thread's pass came first and found this gradient pending.
+                return
+            self._check_second(slot, param)
+        slot.backward, slot.interval, slot.generation = self._backward, self._interval, self._generation
+        self._fused = True
         if slot.nbytes > self._small_bytes:
             self._step_run(slot.group, [param])
             return
-        key = (slot.group, stream_of(param))
+        key = (slot.group, stream_of(param) if param.is_cuda else None)
         run = current.runs.get(key)
         if run is None:
             run = current.runs[key] = Run()
@@ -175,17 +186,12 @@ class Engine:
             del current.runs[key]
             self._step_run(slot.group, run.params)
 
-    def _mark(self, slot: Slot, param: Tensor) -> None:
+    def _check_second(self, slot: Slot, param: Tensor) -> None:
         if slot.backward == self._backward:
             raise RuntimeError(_guards.twice_in_one_backward(self.roster.name(param)))
-        if slot.interval == self._interval:
-            if self._calls_step and self.options.strict:
-                raise RuntimeError(_guards.second_step_in_round(self.roster.name(param)))
-            self._repeated = self._repeated or self.roster.name(param)
-        slot.backward = self._backward
-        slot.interval = self._interval
-        slot.generation = self._generation
-        self._fused = True
+        if self._calls_step and self.options.strict:
+            raise RuntimeError(_guards.second_step_in_round(self.roster.name(param)))
+        self._repeated = self._repeated or self.roster.name(param)
 
     def _step_run(self, group: int, params: list[Tensor]) -> None:
         try:
@@ -214,6 +220,12 @@ class Engine:
         self._fire(self.param_post_hooks, params)
 
     def _apply_scaled(self, scaler: Any, group: int, params: list[Tensor]) -> None:
+        overflow = _torch.overflow_if_unscaled(scaler, self._owner())
+        if overflow is not None:
+            params[:] = self._prepare(params)
+            if params and not overflow:
+                self.unit.step(group, params)
+            return
         kernel_unscales = getattr(self.whole, "_step_supports_amp_scaling", False)
         step = partial(self.unit.step, group, params)
         run = (
@@ -229,16 +241,14 @@ class Engine:
 
     def _prepare(self, params: list[Tensor]) -> list[Tensor]:
         """What happens to gradients between their completion and the step; returns those to step."""
-        if self.options.track_grad_norm:
-            for param in params:
-                assert param.grad is not None
-                self._norms.add(param, param.grad)
-        if self._clip is not None:
-            for param in params:
-                assert param.grad is not None
-                param.grad.detach().mul_(self._clip.to(param.grad.device))
-        if not self.param_pre_hooks:
+        tracks = self.options.track_grad_norm
+        if not tracks and self._clip is None and not self.param_pre_hooks:
             return params
+        for param in params:
+            if param.grad is not None and tracks:
+                self._norms.add(param, param.grad)
+            if param.grad is not None and self._clip is not None:
+                param.grad.mul_(self._clip.to(param.grad.device))
         self._fire(self.param_pre_hooks, params)
         return [param for param in params if param.grad is not None]
 
@@ -262,20 +272,25 @@ class Engine:
             if current.nested:
                 return
             self._backward += 1
-            if current.on_ready == self._step_ready and not self._calls_step and not self._passes:
+            self._discarded |= current.on_ready == Engine._discard
+            if current.on_ready == Engine._step_ready and not self._calls_step and not self._passes:
                 self._end_round_after_backward(current)
 
     def _take_reduced(self, current: Pass) -> None:
         for param in distributed.completed(current.reduced):
-            current.on_ready(param, current)
+            current.on_ready(self, param, current)
         self._kept = True
 
     def _end_round_after_backward(self, current: Pass) -> None:
+        if self._rounds_closed and self._reducers.may_skip_us:
+            raise RuntimeError(_guards.NEEDS_STEP)
+        if self._zeroed_at >= 0:
+            self._restore_zeros()
         for group, params in self._pending():
             # What a reducer has not exchanged by now waits for a later pass.
             params = [param for param in params if id(param) not in current.reduced]
             if params:
-                self._step_run(group, params)
+                self._step_pending(group, params)
         self._kept = bool(current.reduced)
         self._close_round()
         owner = self._owner()
@@ -298,14 +313,25 @@ class Engine:
     def _begin_round(self) -> None:
         self.unit.begin_round()
         self._round_open = True
-        self._scaled_runs.clear()
+        self._forget_scaled_runs()
+        if self._rounds_closed and self._repeated is None:
+            # Perhaps all one round, of a loop that is yet to call step() for the first time.
+            self._earlier_norms.include(self._norms)
+            self._changed = self._changed or _guards.change_in(self._view, self.whole.param_groups)
         self._norms = NormLedger(2.0)
         self._view = _guards.view_of(self.whole.param_groups)
+
+    def _forget_scaled_runs(self) -> None:
+        # A scaler takes an object at the address of one that it remembers for the same.
+        scaler = self.options.grad_scaler
+        self._scaled_runs = [run for run in self._scaled_runs if _torch.remembers(scaler, run)]
 
     def _close_round(self) -> None:
         if not self._round_open:
             return
-        self.unit.commit()
+        # Once a parameter has come again, the loop never calls step(), or step() raises anyway.
+        traces = self.unit.commit(watch=not self._calls_step and self._repeated is None)
+        self._traces = Traces(*map(max, self._traces, traces))
         self._view = _guards.view_of(self.whole.param_groups)
         self._round_open = False
         self._rounds_closed += 1
@@ -324,9 +350,17 @@ class Engine:
         self._interval += 1
         self._fused = False
         self._repeated = None
+        self._changed = None
+        self._traces = Traces(False, False)
+        self._earlier_norms = NormLedger(2.0)
         self._rounds_closed = 0
         self._clip = None
-        self._overflowed = False
+        self._overflowed = self._discarded = False
+
+    def refuse_clipping(self) -> None:
+        """Refuses a trainer that calls before any parameter has moved, and is going to clip what is gone by then."""
+        if self.options.strict and self.roster.hooked and not self._accumulating:
+            self._clipping_watch.refuse()
 
     def finish_round(self) -> None:
         """Ends the round: steps the gradients that are pending, commits what the round wrote.
@@ -340,13 +374,18 @@ class Engine:
             if self._fused:
                 self._calls_step = True
                 self._check_round()
+            elif self._overflowed:
+                self._calls_step = True
             elif self._clip is not None:
                 self._next_interval()
                 raise RuntimeError(_guards.CLIPPED_WITHOUT_BACKWARD)
-            if not all(self.roster.lists(group, param) for group, param in self.roster.params()):
-                self.roster.enrol()
+            self._enrol_newcomers()
+            if self._zeroed_at >= 0:
+                self._restore_zeros()
             if not self._overflowed:
                 self._step_the_rest()
+                # Schedulers built before from_optimizer() know only the whole.
+                _torch.note_step_called(self.whole)
             self._round_open = False
             self._kept = False
             self._next_interval()
@@ -357,10 +396,21 @@ class Engine:
             self._step_whole([param for _, params in pending for param in params])
             return
         self._round_open = True
+        self._norms.include(self._earlier_norms)
         for group, params in pending:
             self._rehook(params)
-            self._step_run(group, params)
+            self._step_pending(group, params)
         self._close_round()
+
+    def _step_pending(self, group: int, params: list[Tensor]) -> None:
+        for param in params:
+            slot = self._slots.get(id(param))
+            if slot is not None:
+                if slot.interval == self._interval:
+                    self._repeated = self._repeated or self.roster.name(param)
+                slot.backward, slot.interval = self._backward - 1, self._interval
+                slot.generation = self._generation
+        self._step_run(group, params)
 
     def _step_whole(self, pending: list[Tensor]) -> None:
         """Does what the ordinary optimizer does, since nothing of this round was stepped in backward."""
@@ -369,7 +419,7 @@ class Engine:
             warnings.warn(_guards.NOTHING_HAD_A_GRADIENT, stacklevel=6)
         self._rehook(pending)
         self._norms = NormLedger(2.0)
-        self._prepare(pending)
+        pending = self._prepare(pending)
         step = partial(_torch.unprofiled_step(type(self.whole)), self.whole)
         owner = self._owner()
         if owner is not None and "grad_scale" in vars(owner):
@@ -386,19 +436,30 @@ class Engine:
             if param.requires_grad and param.is_leaf:
                 self.roster.rehook(param)
 
+    def _enrol_newcomers(self) -> None:
+        """Enrols parameters that were put into the groups by hand: only they can hold an unseen gradient."""
+        unseen = (id(param) not in self._slots for _, params in self._pending() for param in params)
+        if not self.roster.is_current() or any(unseen):
+            self.roster.enrol()
+
     def _pending(self) -> list[tuple[int, list[Tensor]]]:
-        """Parameters that hold a gradient, or would in an ordinary loop, by group."""
-        pending: dict[int, list[Tensor]] = {}
-        for group, param in self.roster.params():
-            if param.grad is None and self._zeroing and self._would_hold_zeros(param):
+        """Parameters that hold a gradient, by group."""
+        pending = []
+        for index, group in enumerate(self.whole.param_groups):
+            params = [param for param in group["params"] if param.grad is not None]
+            if params:
+                pending.append((index, params))
+        return pending
+
+    def _restore_zeros(self) -> None:
+        """Gives gradients of zeros to parameters that would hold them after ``zero_grad(set_to_none=False)``."""
+        for _, param in self.roster.params():
+            if param.grad is None and self._would_hold_zeros(param):
                 param.grad = torch.zeros_like(param)
-            if param.grad is not None:
-                pending.setdefault(group, []).append(param)
-        return list(pending.items())
 
     def _would_hold_zeros(self, param: Tensor) -> bool:
-        slot = self.roster.slots.get(id(param))
-        return slot is not None and slot.generation == self._generation and slot.interval != self._interval
+        slot = self._slots.get(id(param))
+        return slot is not None and slot.generation == self._generation and slot.backward < self._zeroed_at
 
     def _check_round(self) -> None:
         try:
@@ -408,13 +469,36 @@ class Engine:
             self._clipping_watch.look(self.options.strict, clipped=self._clip is not None)
             if not self.options.strict:
                 return
-            if self._repeated is not None:
-                raise RuntimeError(_guards.second_step_in_round(self._repeated))
-            _guards.check_unchanged(self._view, self.whole.param_groups)
+            repeated = self._repeated or self._stepped_and_pending()
+            if repeated is not None:
+                raise RuntimeError(_guards.second_step_in_round(repeated))
+            changed = self._changed or _guards.change_in(self._view, self.whole.param_groups)
+            if changed is not None:
+                raise RuntimeError(changed)
+            if self._was_cut_into_rounds():
+                raise RuntimeError(_guards.cut_into_rounds(type(self.whole).__name__))
         except RuntimeError:
             self._round_open = False
             self._next_interval()
             raise
+
+    def _stepped_and_pending(self) -> str | None:
+        """Names a parameter that was stepped in backward and holds a gradient again, if there is one.
+
+        A reducer's parameters hold theirs until the end of the pass only, and zeros are made for those that
+        were not stepped.
+        """
+        for _, params in self._pending():
+            for param in params:
+                slot = self._slots.get(id(param))
+                if slot is not None and slot.interval == self._interval:
+                    return self.roster.name(param)
+        return None
+
+    def _was_cut_into_rounds(self) -> bool:
+        """Whether backward ended rounds that this ``step()`` ought to have ended, and it made a difference."""
+        wrote, moved = self._traces
+        return (wrote or moved) if self._rounds_closed > 1 else (moved and bool(self._pending()))
 
     # What the optimizer's methods ask for
 
@@ -432,7 +516,7 @@ class Engine:
                 raise RuntimeError(_guards.DISCARDS_APPLIED)
             self.whole.zero_grad(set_to_none=set_to_none)
             self._kept = False
-            self._zeroing = not set_to_none
+            self._zeroed_at = -1 if set_to_none else self._backward
             if set_to_none:
                 self._generation += 1
 
@@ -469,11 +553,11 @@ class Engine:
         for param in pending.values():
             param.grad = None
         self._measuring = partial(self._measure_one, ledger, kept)
-        self._overflowed = False
+        self._overflowed = self._discarded = False
         try:
             torch.autograd.backward(loss, retain_graph=True)
-            for key, param in pending.items():
-                if param not in ledger:
+            for param in order:
+                if param not in ledger and (id(param) in pending or self._would_hold_zeros(param)):
                     param.grad = torch.zeros_like(param)
                     self._measure_one(ledger, kept, param)
         finally:

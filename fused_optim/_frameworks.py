@@ -10,7 +10,7 @@ import math
 import sys
 import warnings
 from collections.abc import Sequence
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 _LIBRARIES = frozenset(
@@ -43,13 +43,25 @@ class ClippingWatch:
             return
         callers = _callers()
         if self._looks == 0:
-            refused = _configured(callers)
-            if refused is not None and strict:
-                raise RuntimeError(refused)
-            _warn(refused or _overridden(callers), callers)
+            configured = _configured(callers)
+            if configured is not None and strict:
+                raise RuntimeError(f"{configured} {_STEPPED}")
+            _warn(configured or _overridden(callers), callers)
         elif not clipped:
             _warn(_mentioned(callers), callers)
         self._looks += 1
+
+    def refuse(self) -> None:
+        """Called before any parameter has moved: by a ``step()`` with a closure, and when state is loaded.
+
+        Accelerate, and with it the Transformers Trainer, loads the state of every optimizer that it prepares.
+
+        Raises:
+            RuntimeError: if a trainer that calls is configured to clip.
+        """
+        configured = _configured(_callers()) if self._looks == 0 else None
+        if configured is not None:
+            raise RuntimeError(configured)
 
 
 def _callers() -> list[FrameType]:
@@ -78,7 +90,7 @@ def _trainer(callers: Sequence[FrameType], *packages: str) -> Any | None:
         if frame.f_code.co_varnames[:1] == ("self",):
             candidate = frame.f_locals.get("self")
             for base in type(candidate).__mro__:
-                if base.__name__ == "Trainer" and base.__module__.partition(".")[0] in packages:
+                if base.__name__ == "Trainer" and str(base.__module__).partition(".")[0] in packages:
                     return candidate
     return None
 
@@ -93,17 +105,15 @@ def _configured(callers: Sequence[FrameType]) -> str | None:
     if _clips(max_norm):
         return (
             f"this Trainer is to clip gradients (max_grad_norm={max_norm!r}), but {_GONE}. Pass "
-            "TrainingArguments(max_grad_norm=0.0) to train without clipping; to clip, also override the Trainer's "
-            f"compute_loss() and call opt.clip_grad_norm_(loss, {max_norm!r}) there while model.training. "
-            f"{_STEPPED} strict=False allows it."
+            f"TrainingArguments(max_grad_norm=0.0), and to clip all the same, call opt.clip_grad_norm_(loss, "
+            f"{max_norm!r}) right before trainer.accelerator.backward(loss) runs. strict=False allows it."
         )
     clip_val = getattr(_trainer(callers, *_LIGHTNING), "gradient_clip_val", None)
     if _clips(clip_val):
         return (
             f"this Trainer is to clip gradients (gradient_clip_val={clip_val!r}), but {_GONE}. Leave "
-            "gradient_clip_val out to train without clipping; to clip, override the LightningModule's "
-            f"backward(loss) and call opt.clip_grad_norm_(loss, {clip_val!r}) there before loss.backward(). "
-            f"{_STEPPED} strict=False allows it."
+            "gradient_clip_val out, and to clip all the same, override backward(loss) of the module: call "
+            f"opt.clip_grad_norm_(loss, {clip_val!r}) there before loss.backward(). strict=False allows it."
         )
     return None
 
@@ -123,17 +133,25 @@ def _overridden(callers: Sequence[FrameType]) -> str | None:
 
 
 def _mentioned(callers: Sequence[FrameType]) -> str | None:
-    frame = next((frame for frame in callers if not _in_library(frame)), None)
-    named = sorted(_CLIPPERS.intersection(frame.f_code.co_names)) if frame is not None else []
-    if frame is None or not named:
+    code = next((frame.f_code for frame in callers if not _in_library(frame)), None)
+    named = sorted(_CLIPPERS.intersection(_names(code))) if code is not None else []
+    if code is None or not named:
         return None
     return (
-        f"{frame.f_code.co_name}(), which calls step(), also speaks of {' and '.join(named)}: after backward() it "
+        f"{code.co_name}(), which calls step(), also speaks of {' and '.join(named)}: after backward() it "
         "finds no gradients to clip, because they have been applied inside backward(). Call "
         "opt.clip_grad_norm_(loss, max_norm) before loss.backward() instead. If it is for other parameters, or "
         "never runs, ignore this; it is said once."
     )
 
 
-_GONE = "the gradients were applied inside backward(), so that nothing was clipped"
+def _names(code: CodeType) -> set[str]:
+    """What a function refers to, its closures included; what a module defines is no closure."""
+    names = set(code.co_names)
+    if code.co_name != "<module>":
+        names.update(*(constant.co_names for constant in code.co_consts if isinstance(constant, CodeType)))
+    return names
+
+
+_GONE = "gradients are applied inside backward(), so that it finds none to clip"
 _STEPPED = "The parameters of this backward pass have been stepped with unclipped gradients: start again."

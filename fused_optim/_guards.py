@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from fused_optim import _torch
-from fused_optim._shared import hyperparameters, same
+from fused_optim._shared import hyperparameters, same, writes
 
 NOTHING_HAD_A_GRADIENT = (
     "opt.step() ended a round in which no parameter of this BackwardFusedOptimizer had a gradient, so nothing "
@@ -27,6 +27,12 @@ CLIPS_REDUCED = (
     "first walk only. Run loss.backward() inside `with opt.accumulate():`, then call "
     "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) and opt.step(): that is exact, and takes no "
     "more memory, as DistributedDataParallel keeps all gradients anyway."
+)
+NEEDS_STEP = (
+    "DistributedDataParallel wraps parameters of this optimizer together with others, and lets parameters go "
+    "unused: on a rank where a backward pass uses none of this optimizer's, nothing would step the gradients "
+    "that come from the other ranks. Call opt.step() at the end of every iteration, or give all parameters of "
+    "the wrapped model to one optimizer."
 )
 SCALED_WITHOUT_SCALER = (
     "GradScaler.step(opt) was called, but the gradients were applied inside backward() while still scaled. "
@@ -64,6 +70,16 @@ def second_step_in_round(name: str) -> str:
     )
 
 
+def cut_into_rounds(optimizer_class: str) -> str:
+    """The message for a first round of several backward passes, each taken for a round of its own."""
+    return (
+        "there were several backward() calls before the first opt.step(), each of which was taken for a whole "
+        f"round (as in a loop that never calls opt.step()), and {optimizer_class} counts rounds or moves "
+        "parameters without gradient, so that the result differs. Add the losses up and call backward() once, or "
+        "run every backward() but the last inside `with opt.accumulate():`. Start again; strict=False allows it."
+    )
+
+
 def nonfinite_norm(norm_type: float) -> str:
     """The message for ``error_if_nonfinite=True``."""
     return (
@@ -72,12 +88,12 @@ def nonfinite_norm(norm_type: float) -> str:
     )
 
 
-def check_class(optimizer_class: Any) -> None:
+def check_class(optimizer_class: Any, fused_class: type[Optimizer]) -> None:
     """Refuses what is no optimizer class, or one that cannot step inside backward.
 
     Raises:
         TypeError: if it is no subclass of ``torch.optim.Optimizer``.
-        ValueError: if its ``step`` needs a closure.
+        ValueError: if its ``step`` needs a closure, or it is ``fused_class``.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise TypeError(
@@ -85,6 +101,8 @@ def check_class(optimizer_class: Any) -> None:
             f"{optimizer_class!r}. For an optimizer that is already built, use "
             "BackwardFusedOptimizer.from_optimizer(optimizer)."
         )
+    if issubclass(optimizer_class, fused_class):
+        raise ValueError(f"{optimizer_class.__name__} already steps inside backward(): give it the ordinary class.")
     if issubclass(optimizer_class, LBFGS) or _needs_closure(optimizer_class):
         raise ValueError(needs_closure(optimizer_class))
 
@@ -113,24 +131,40 @@ def check_whole(whole: Optimizer) -> None:
         ValueError: if it differentiates through its step, or wraps another optimizer.
     """
     name = type(whole).__name__
-    for index, group in enumerate(whole.param_groups):
-        if group.get("differentiable"):
-            raise ValueError(
-                f"parameter group {index} has differentiable=True: a step inside backward() cannot be "
-                "differentiated. Pass differentiable=False, or use the ordinary optimizer."
-            )
     inner = [key for key, value in vars(whole).items() if isinstance(value, Optimizer)]
     if inner or not {"param_groups", "state"} <= vars(whole).keys():
         raise ValueError(
             f"{name} wraps another optimizer{f' ({inner[0]})' if inner else ''}, which would step all its "
             "parameters at once. Wrap the inner optimizer's class instead, or use the ordinary optimizer."
         )
+    for index, group in enumerate(whole.param_groups):
+        if group.get("differentiable"):
+            raise ValueError(
+                f"parameter group {index} has differentiable=True: a step inside backward() cannot be "
+                "differentiated. Pass differentiable=False, or use the ordinary optimizer."
+            )
     step = vars(whole).get("step")
     if step is not None and not _torch.patched_by_scheduler(step):
         raise ValueError(
             f"step() of this {name} was replaced on the instance, and a step inside backward() would not run "
             "the replacement. Put it into a subclass, or remove it."
         )
+
+
+def listed_once(
+    listed: Sequence[tuple[int, Tensor]], name: Callable[[Tensor], str]
+) -> dict[int, tuple[int, Tensor]]:
+    """Returns (group index, parameter) by id of the parameter.
+
+    Raises:
+        ValueError: if one is listed twice: an ordinary step would step it twice, or not, as its implementation is.
+    """
+    members: dict[int, tuple[int, Tensor]] = {}
+    for index, param in listed:
+        if id(param) in members:
+            raise ValueError(f"{name(param)} is listed twice in the parameter groups: list it once.")
+        members[id(param)] = index, param
+    return members
 
 
 def check_distinct_memory(params: Sequence[Tensor], name: Callable[[Tensor], str]) -> None:
@@ -166,21 +200,18 @@ def view_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: _frozen(value) for key, value in hyperparameters(group).items()} for group in groups]
 
 
-def check_unchanged(view: list[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
-    """Refuses hyperparameters that changed between a fused backward and ``step()``.
-
-    Raises:
-        RuntimeError: naming the group and the key.
-    """
+def change_in(view: list[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> str | None:
+    """The message for hyperparameters that changed between a fused backward and ``step()``, if one did."""
     for index, (before, group) in enumerate(zip(view, groups)):
         for key, value in before.items():
             if key in group and not same(value, _frozen(group[key])):
-                raise RuntimeError(
+                return (
                     f"{key!r} of parameter group {index} was changed between backward() and opt.step(). The "
                     "parameters have already been stepped with the value before, whereas an ordinary "
                     "optimizer would use the new one: change it before backward(), or after opt.step(). "
                     "strict=False allows it."
                 )
+    return None
 
 
 def _frozen(value: Any) -> Any:
@@ -196,7 +227,7 @@ class _TensorAsSeen:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
-        self._version = 0 if tensor.is_inference() else tensor._version
+        self._version = writes(tensor)
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -237,9 +268,12 @@ def check_options(options: Any) -> None:
     """Refuses options of the wrong kind.
 
     Raises:
-        TypeError: if ``accumulate_when`` cannot be called, or ``grad_scaler`` is no scaler.
+        TypeError: if ``bucket_cap_mb`` is no number, ``accumulate_when`` cannot be called, or ``grad_scaler`` is
+            no scaler.
         ValueError: if ``bucket_cap_mb`` is negative.
     """
+    if not isinstance(options.bucket_cap_mb, (int, float)):
+        raise TypeError(f"bucket_cap_mb must be a number (MiB), but got {options.bucket_cap_mb!r}.")
     if not options.bucket_cap_mb >= 0:
         raise ValueError(f"bucket_cap_mb must be 0 or more (MiB), but got {options.bucket_cap_mb!r}.")
     if options.accumulate_when is not None and not callable(options.accumulate_when):

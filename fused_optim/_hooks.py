@@ -47,6 +47,10 @@ class GradientHook:
                 stacklevel=2,
             )
 
+    def is_dead(self) -> bool:
+        """Whether what it reported to no longer exists."""
+        return self._sink() is None
+
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientHook:
         return self
 
@@ -58,6 +62,7 @@ def register(param: Tensor, hook: GradientHook) -> Any | None:
     cannot hold a hook (integer weights, a tensor that is not a leaf) has its gradient stepped by ``step()``.
     """
     frozen = not param.requires_grad
+    _remove_dead(param)
     try:
         if frozen:
             param.requires_grad_(True)
@@ -67,6 +72,14 @@ def register(param: Tensor, hook: GradientHook) -> Any | None:
     finally:
         if frozen and param.requires_grad:
             param.requires_grad_(False)
+
+
+def _remove_dead(param: Tensor) -> None:
+    # Whoever drives the parameter from now on, it is no longer true that nothing does.
+    hooks = _torch.hooks_of(param)
+    for key, hook in list(hooks.items()):
+        if isinstance(hook, GradientHook) and hook.is_dead():
+            del hooks[key]
 
 
 class Run:
@@ -85,7 +98,7 @@ class Pass:
     Attributes:
         thread: the thread that the hooks of this pass run on.
         nested: whether it was started inside another pass (re-entrant checkpointing).
-        on_ready: what this pass does with a complete gradient.
+        on_ready: what this pass does with a complete gradient; takes the sink first.
         reduced: parameters, by id, whose gradients are complete only when the pass is over.
         runs: small parameters that wait to be stepped together, by group and stream.
     """
@@ -93,7 +106,7 @@ class Pass:
     __slots__ = ("nested", "on_ready", "reduced", "runs", "thread")
 
     def __init__(
-        self, on_ready: Callable[[Tensor, Pass], None], nested: bool, reduced: dict[int, Reduced]
+        self, on_ready: Callable[[Any, Tensor, Pass], None], nested: bool, reduced: dict[int, Reduced]
     ) -> None:
         self.thread = threading.get_ident()
         self.nested = nested

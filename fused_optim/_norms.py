@@ -20,6 +20,10 @@ class NormLedger:
     def __contains__(self, param: Tensor) -> bool:
         return id(param) in self._norms
 
+    def include(self, earlier: NormLedger) -> None:
+        """Takes over the norms of gradients that are not noted here."""
+        self._norms = {**earlier._norms, **self._norms}
+
     def add(self, param: Tensor, grad: Tensor) -> None:
         """Notes the norm of ``grad``, the complete gradient of ``param``."""
         self._norms[id(param)] = _torch.grad_norm(grad, self.norm_type)

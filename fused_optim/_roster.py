@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fused_optim import _guards
+from fused_optim import _guards, _torch
 from fused_optim._hooks import GradientHook, register
 from fused_optim.distributed import check_not_flat
 
@@ -67,20 +67,15 @@ class Roster:
                 return False
         return True
 
-    def lists(self, group: int, param: Tensor) -> bool:
-        """Whether ``param`` is enrolled under that group, with a hook if it can have one."""
-        slot = self.slots.get(id(param))
-        return slot is not None and slot.group == group and (slot.handle is not None or not param.requires_grad)
-
     def enrol(self) -> None:
         """Puts a hook on every parameter of the groups and removes those of parameters that left.
 
         Raises:
-            ValueError: if two parameters share memory, another optimizer drives one of them, or
-                ``FullyShardedDataParallel`` does.
+            ValueError: if a parameter is listed twice, two share memory, another optimizer drives one of them,
+                or ``FullyShardedDataParallel`` does.
         """
-        members = {id(param): (index, param) for index, param in self.params()}
-        new = {key: member for key, member in members.items() if key not in self.slots}
+        members = _guards.listed_once(list(self.params()), self.name)
+        new = {key: member for key, member in members.items() if self._lacks_hook(key)}
         if new:
             _guards.check_distinct_memory([param for _, param in members.values()], self.name)
             self._check_undriven(new)
@@ -98,6 +93,10 @@ class Roster:
         self._seen = [
             (group, group["params"], len(group["params"])) for group in self._whole.param_groups
         ]
+
+    def _lacks_hook(self, key: int) -> bool:
+        slot = self.slots.get(key)
+        return slot is None or (self.hooked and slot.handle is None)
 
     def hook_all(self) -> None:
         """Registers the hooks; undoes it when that fails."""
@@ -120,6 +119,7 @@ class Roster:
         if self.hooked:
             self._release(slot)
             slot.handle = register(param, self._hook)
+            _torch.revive_hooks(param)
 
     def name(self, param: Tensor) -> str:
         """What to call ``param`` in a message: its name where known, else its place and shape."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -126,10 +127,12 @@ def same(first: Any, second: Any, _depth: int = 0) -> bool:
     """Whether two values are equal bit for bit, tensors inside containers and objects included."""
     if first is second:
         return True
-    if isinstance(first, types.MethodType) and isinstance(second, types.MethodType):
-        return first.__func__ is second.__func__
     if type(first) is not type(second):
         return False
+    if isinstance(first, (types.MethodType, types.FunctionType)):
+        return first.__code__ is second.__code__
+    if isinstance(first, weakref.ref):
+        return True
     if isinstance(first, Tensor):
         return first.dtype == second.dtype and first.shape == second.shape and _equal_tensors(first, second)
     if isinstance(first, dict):
@@ -138,6 +141,8 @@ def same(first: Any, second: Any, _depth: int = 0) -> bool:
         return len(first) == len(second) and all(same(one, other, _depth) for one, other in zip(first, second))
     if isinstance(first, float):
         return first == second or (math.isnan(first) and math.isnan(second))
+    if isinstance(first, Optimizer):  # whose copies carry no more than this
+        return same((first.param_groups, first.state), (second.param_groups, second.state), _depth + 1)
     if isinstance(first, _IMMUTABLE) or not hasattr(first, "__dict__"):
         return _equal_or_incomparable(first, second)
     return _depth > _DEEPEST or same(vars(first), vars(second), _depth + 1)
@@ -161,6 +166,23 @@ def merged(start: Any, first: Any, second: Any) -> Any:
         key: merged(before.get(key, MISSING), first.get(key, MISSING), second.get(key, MISSING)) for key in keys
     }
     return _refilled(first, {key: item for key, item in items.items() if item is not MISSING})
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors in a value of an optimizer's state, inside containers too."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif isinstance(value, (list, tuple, deque)):
+        for item in value:
+            yield from tensors_of(item)
+
+
+def writes(tensor: Tensor) -> int:
+    """How often a tensor was written in place, as far as autograd knows: no look at a device's memory."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class Conflict(Exception):

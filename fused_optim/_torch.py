@@ -34,14 +34,24 @@ _CUSTOM_BACKWARDS: set[CodeType] = {
 }
 
 
-def graph_task_id() -> int:
-    """Number of the running backward pass; -1 outside of one. Grows with every pass."""
-    return int(torch._C._current_graph_task_id())
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""Number of the running backward pass; -1 outside of one. Grows with every pass."""
 
 
 def at_end_of_pass(callback: Callable[[], None]) -> None:
     """Runs ``callback`` when the current backward pass has finished, before ``backward()`` returns."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def hooks_of(param: Tensor) -> dict[int, Any]:
+    """The post-accumulate-grad hooks of ``param``, by the id of their handles."""
+    return getattr(param, "_post_accumulate_grad_hooks", None) or {}
+
+
+def revive_hooks(param: Tensor) -> None:
+    """Tells autograd of the post-accumulate-grad hooks of ``param``, of which ``swap_tensors`` has robbed it."""
+    if hooks_of(param):
+        param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
 
 
 class Surroundings(NamedTuple):
@@ -77,12 +87,21 @@ def surroundings() -> Surroundings:
 def unprofiled_step(optimizer_class: type[Optimizer]) -> Callable[..., Any]:
     """``optimizer_class.step`` without the wrapper that runs step hooks and the profiler's record."""
     step: Any = optimizer_class.step
-    return cast(Callable[..., Any], step.__wrapped__ if getattr(step, "hooked", False) else step)
+    profiled = getattr(step, "hooked", False) and not _is_foreign(step)
+    return cast(Callable[..., Any], step.__wrapped__ if profiled else step)
 
 
 def bare_step(optimizer_class: type[Optimizer]) -> Callable[..., Any]:
-    """``optimizer_class.step`` without any wrapper, its ``no_grad`` included."""
-    return cast(Callable[..., Any], inspect.unwrap(optimizer_class.step))
+    """``optimizer_class.step`` without any wrapper of torch's, its ``no_grad`` included.
+
+    What a program has wrapped around the method of a class of torch's stays.
+    """
+    return cast(Callable[..., Any], inspect.unwrap(optimizer_class.step, stop=_is_foreign))
+
+
+def _is_foreign(step: Any) -> bool:
+    # Not `__module__`, which functools.wraps() copies.
+    return not str(getattr(step, "__globals__", {}).get("__name__")).startswith("torch.")
 
 
 def patched_by_scheduler(step: Any) -> bool:
@@ -91,9 +110,30 @@ def patched_by_scheduler(step: Any) -> bool:
 
 
 def note_step_called(optimizer: Any) -> None:
-    """Tells LR schedulers that the optimizer has stepped, as their wrapper of ``step`` would."""
-    optimizer._opt_called = True
-    optimizer._step_count = 1 + getattr(optimizer, "_step_count", 0)
+    """Tells LR schedulers that the optimizer has stepped, as their wrapper of ``step`` would.
+
+    Only where there is such a wrapper: an optimizer may have a ``_step_count`` of its own.
+    """
+    wrapper = vars(optimizer).get("step")
+    if hasattr(wrapper, "_wrapped_by_lr_sched"):
+        optimizer._opt_called = True
+    if hasattr(wrapper, "_with_counter"):
+        optimizer._step_count += 1
+
+
+def remembers(scaler: Any, optimizer: Any) -> bool:
+    """Whether a ``GradScaler`` keeps books on an object, by its id, until its next ``update()``."""
+    return id(optimizer) in getattr(scaler, "_per_optimizer_states", ())
+
+
+def overflow_if_unscaled(scaler: Any, optimizer: Any) -> bool | None:
+    """Whether ``scaler.unscale_(optimizer)`` found an overflow; None if it was not called since ``update()``."""
+    if not remembers(scaler, optimizer):
+        return None
+    books = scaler._per_optimizer_states[id(optimizer)]
+    if books["stage"].name != "UNSCALED" or not books["found_inf_per_device"]:
+        return None
+    return any(bool(found) for found in books["found_inf_per_device"].values())
 
 
 def grad_norm(grad: Tensor, norm_type: float) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,22 @@ from fused_optim._shared import (
     merged,
     private_copy,
     shared_values,
+    tensors_of,
     write,
+    writes,
 )
+
+
+class Traces(NamedTuple):
+    """What a round left behind besides the parameters that had a gradient.
+
+    Attributes:
+        wrote: whether it changed a value that the parameters share.
+        moved: whether it changed a parameter without gradient, or the state of one.
+    """
+
+    wrote: bool
+    moved: bool
 
 
 def units_of(whole: Optimizer) -> DirectUnit | IsolatedUnit:
@@ -75,8 +89,9 @@ class DirectUnit:
     def begin_round(self) -> None:
         """Nothing to fix: steps of these classes do not write what another step reads."""
 
-    def commit(self) -> None:
+    def commit(self, watch: bool) -> Traces:
         """Nothing to store."""
+        return Traces(False, False)
 
     def expect_draws(self) -> None:
         """These classes draw no random numbers."""
@@ -127,11 +142,23 @@ class IsolatedUnit:
         self._take_back(params)
         self._collect()
 
-    def commit(self) -> None:
-        """Steps the parameters without gradient, as an ordinary step does, and stores what the round wrote."""
+    def commit(self, watch: bool) -> Traces:
+        """Steps the parameters without gradient, as an ordinary step does, and stores what the round wrote.
+
+        Args:
+            watch: whether to look for parameters that move without a gradient.
+        """
+        idle = [self._params[key] for key in self._waiting if self._params[key].grad is None] if watch else []
+        before = self._writes_to(idle)
         self._step_without_gradient()
         for (place, key), value in self._written.items():
             write(self._whole, place, key, value)
+        return Traces(bool(self._written), before != self._writes_to(idle))
+
+    def _writes_to(self, params: list[Tensor]) -> list[tuple[int, int]]:
+        """Which tensors the parameters and their state are, and how often each was written."""
+        tensors = [*params, *(item for param in params for item in tensors_of(self._whole.state.get(param)))]
+        return [(id(tensor), writes(tensor)) for tensor in tensors]
 
     def _step_without_gradient(self) -> None:
         by_group: dict[int, list[Tensor]] = {}

@@ -23,9 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fused_optim._torch import at_end_of_pass
 
-_LEVELS_OF_REDUCERS = 2
-"""A reducer's last callback is queued by a backward pass, or (first pass of a static graph) by a callback of it."""
-
 
 class Reduced(NamedTuple):
     """A parameter whose gradient is completed by reducers.
@@ -40,9 +37,15 @@ class Reduced(NamedTuple):
 
 
 class Reducers:
-    """The reducers that complete the gradients of one optimizer, whenever they came to be."""
+    """The reducers that complete the gradients of one optimizer, whenever they came to be.
+
+    Attributes:
+        may_skip_us: whether a rank may see no hook of ours in a backward pass whose reducers give our
+            parameters the gradients of other ranks.
+    """
 
     def __init__(self) -> None:
+        self.may_skip_us = False
         self._known: dict[int, Reduced] = {}
         self._seen: tuple[int, int, int] | None = None
         _wrappers.watch()
@@ -62,6 +65,7 @@ class Reducers:
         current = (_wrappers.additions, len(_wrappers.alive), enrolments)
         if current != self._seen:
             self._known = _reduced_among(params()) if _wrappers.alive else {}
+            self.may_skip_us = any(_skips(wrapper, self._known) for wrapper in list(_wrappers.alive))
             self._seen = current
         return self._known
 
@@ -75,7 +79,6 @@ def check_not_flat(params: Collection[Tensor]) -> None:
     sharding = sys.modules.get("torch.distributed.fsdp")
     if sharding is None:
         return
-    _wrappers.search()
     own = {id(param) for param in params}
     flat = any(isinstance(param, sharding.FlatParameter) for param in params)
     for wrapper in list(_wrappers.alive):
@@ -91,10 +94,10 @@ def check_not_flat(params: Collection[Tensor]) -> None:
 
 
 def after_reducers(callback: Callable[[], None]) -> Callable[[], None]:
-    """Wraps a callback for the end of a backward pass, so that it runs after all that reducers queue there."""
-    for _ in range(_LEVELS_OF_REDUCERS):
-        callback = partial(at_end_of_pass, callback)
-    return callback
+    """Wraps a callback for the end of a backward pass, so that it runs after those of the reducers."""
+    # They are queued in the course of the pass, some before ours and some after it: a callback that is queued
+    # by a callback comes after all of them.
+    return partial(at_end_of_pass, callback)
 
 
 def completed(reduced: dict[int, Reduced]) -> Iterator[Tensor]:
@@ -111,7 +114,8 @@ def _exchanges(wrapper: nn.Module | None) -> bool:
     # A reducer goes by what was in force at the last forward pass, of which the second flag is the trace.
     # Where the two disagree the gradient stays pending, as it would with an ordinary optimizer.
     return bool(
-        getattr(wrapper, "require_backward_grad_sync", True) and getattr(wrapper, "require_forward_param_sync", True)
+        getattr(wrapper, "require_backward_grad_sync", True)
+        and getattr(wrapper, "require_forward_param_sync", True)
     )
 
 
@@ -125,6 +129,13 @@ def _reduced_among(params: Collection[Tensor]) -> dict[int, Reduced]:
                 if id(param) in own:
                     reduced.setdefault(id(param), Reduced(param, [])).wrappers.append(weakref.ref(wrapper))
     return reduced
+
+
+def _skips(wrapper: nn.Module, known: dict[int, Reduced]) -> bool:
+    if not (getattr(wrapper, "find_unused_parameters", False) or getattr(wrapper, "static_graph", False)):
+        return False
+    ours = [id(param) in known for param in wrapper.parameters() if param.requires_grad]
+    return any(ours) and not all(ours)
 
 
 class _Wrappers:
@@ -141,19 +152,21 @@ class _Wrappers:
         self._watches = False
 
     def watch(self) -> None:
-        """Notices every wrapper that is built from now on."""
+        """Notices every wrapper that exists or is built from now on."""
         if not self._watches and torch.distributed.is_available():
             self._watches = True
             register_module_module_registration_hook(self._registered)
+            self.search()
 
     def search(self) -> None:
-        """Finds the wrappers that exist already, copied and unpickled ones included."""
+        """Finds the wrappers that exist; copied and unpickled ones cannot be noticed otherwise."""
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return
-        kinds = _kinds()
-        for found in gc.get_objects():
-            # isinstance() would ask a proxy for its class, and a dead one raises.
-            if issubclass(type(found), kinds):
+        objects = gc.get_objects()
+        # By type, as isinstance() would ask every proxy for its class, and a dead one raises.
+        kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, _kinds())}
+        for found in objects if kinds else ():
+            if type(found) in kinds:
                 self._add(found)
 
     def _registered(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:

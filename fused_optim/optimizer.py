@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,7 +77,7 @@ class BackwardFusedOptimizer(Optimizer):
     ) -> None:
         options = Options(strict, bucket_cap_mb, accumulate_when, grad_scaler, track_grad_norm)
         _guards.check_options(options)
-        _guards.check_class(optimizer_class)
+        _guards.check_class(optimizer_class, BackwardFusedOptimizer)
         whole = optimizer_class(params, *args, **kwargs)
         self._adopt(whole, options, lambda groups: optimizer_class(groups, *args, **kwargs))
 
@@ -105,7 +106,7 @@ class BackwardFusedOptimizer(Optimizer):
             raise TypeError(f"from_optimizer() got an unknown option {unknown[0]!r}; it takes {', '.join(_OPTIONS)}.")
         checked = Options(**options)
         _guards.check_options(checked)
-        _guards.check_class(type(optimizer))
+        _guards.check_class(type(optimizer), BackwardFusedOptimizer)
         fused = cls.__new__(cls)
         fused._adopt(optimizer, checked, partial(_rebuild, optimizer))
         for name in _torch.STEP_HOOKS:
@@ -212,7 +213,12 @@ class BackwardFusedOptimizer(Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict of this optimizer or of the ordinary one, through the inner class."""
+        """Loads a state dict of this optimizer or of the ordinary one, through the inner class.
+
+        Raises:
+            RuntimeError: with ``strict``, if a trainer calls that is configured to clip gradients.
+        """
+        self._engine.refuse_clipping()
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
@@ -242,6 +248,7 @@ class BackwardFusedOptimizer(Optimizer):
         """
         loss = None
         if closure is not None:
+            self._engine.refuse_clipping()
             with torch.enable_grad():
                 loss = closure()
         self._engine.finish_round()
@@ -362,11 +369,18 @@ class BackwardFusedOptimizer(Optimizer):
     # Copies
 
     def __getstate__(self) -> dict[str, Any]:
-        dropped = {*_torch.STEP_HOOKS, *_torch.STATE_HOOKS, "step"}
+        # A copied method would drag a second copy of the whole along, made the lossy way of torch.optim.Optimizer.
+        methods = {
+            key: value.__name__
+            for key, value in vars(self._whole).items()
+            if isinstance(value, MethodType) and value.__self__ is self._whole
+        }
+        dropped = {*_torch.STEP_HOOKS, *_torch.STATE_HOOKS, *methods, "step"}
         whole = {key: value for key, value in vars(self._whole).items() if key not in dropped}
         return {
             "optimizer_class": type(self._whole),
             "whole": whole,
+            "methods": {key: name for key, name in methods.items() if key != "step"},
             "options": self._engine.options,
             "fused": self._engine.roster.hooked,
         }
@@ -374,6 +388,8 @@ class BackwardFusedOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         whole: Optimizer = object.__new__(state["optimizer_class"])
         whole.__setstate__(state["whole"])
+        for key, name in state["methods"].items():
+            setattr(whole, key, getattr(whole, name))
         self._become(whole, state["options"])
         if state["fused"]:
             self._engine.roster.hook_all()

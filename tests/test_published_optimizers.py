@@ -139,14 +139,19 @@ def train_round(net: Net, optimizer: Any, turn: int) -> None:
 def train_all(twins: list[tuple[Net, Any]], turns: range) -> None:
     """Train every twin, and compare it with the first, which is the plain one, after every round."""
     for turn in turns:
-        # A round without any gradient has a warning of its own, which is no part of the comparison.
-        with warnings.catch_warnings():
-            if turn == IDLE:
-                warnings.simplefilter("ignore")
-            for net, optimizer in twins:
-                train_round(net, optimizer, turn)
-        for twin in twins[1:]:
+        told = [recorded(train_round, net, optimizer, turn)[1] for net, optimizer in twins]
+        for twin, messages in zip(twins[1:], told[1:], strict=True):
             assert_same(snapshot(*twins[0]), snapshot(*twin), f"round {turn}")
+            # A round without any gradient is the one that has a warning of its own.
+            assert turn == IDLE or messages <= told[0]
+
+
+def recorded(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, set[str]]:
+    """What the call returns, and its warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = call(*args, **kwargs)
+    return result, {str(warning.message) for warning in caught}
 
 
 def snapshot(net: Net, optimizer: Any) -> dict[str, Any]:
@@ -223,22 +228,22 @@ def restored_random_state() -> Iterator[None]:
 
 @pytest.mark.parametrize("row", rows(Outcome.EXACT))
 def test_exact(row: Row) -> None:
+    nets = [make_net(row) for _ in range(3)]
+    before = copy.deepcopy(list(nets[0].parameters()))
     with steps_uncompiled(row):
-        nets = [make_net(row) for _ in range(3)]
-        before = copy.deepcopy(list(nets[0].parameters()))
-        plain = make_plain(row, nets[0])
-        apart, coalesced = make_fused(row, nets[1], bucket_cap_mb=0.0), make_fused(row, nets[2])
-        twins = list(zip(nets, (plain, apart, coalesced), strict=True))
+        plain, expected = recorded(make_plain, row, nets[0])
+        apart, told = recorded(make_fused, row, nets[1], bucket_cap_mb=0.0)
+        assert told <= expected
+        twins = list(zip(nets, (plain, apart, make_fused(row, nets[2])), strict=True))
         train_all(twins, range(LOAD_AT))
         resumed = resume(row, nets[0], plain, apart)
         train_all(twins, range(LOAD_AT, ROUNDS))
         train_all(resumed, range(LOAD_AT, ROUNDS))
-        assert warnings_of(row, make_fused) - warnings_of(row, make_plain) == set()
     assert any(not torch.equal(p, q) for p, q in zip(before, nets[0].parameters(), strict=True))
 
 
 def resume(row: Row, net: Net, plain: Any, fused: Any) -> list[tuple[Net, Any]]:
-    """Fresh twins in mid-training: each loads the checkpoint of the other kind, a third is then taken over."""
+    """Fresh twins in mid-training: each loads the checkpoint of the other kind; a third is taken over."""
     nets = [make_net(row) for _ in range(3)]
     loads_fused, taken_over = make_plain(row, nets[0]), make_plain(row, nets[2])
     loads_plain = make_fused(row, nets[1], bucket_cap_mb=0.0)
@@ -248,16 +253,6 @@ def resume(row: Row, net: Net, plain: Any, fused: Any) -> list[tuple[Net, Any]]:
         twin.load_state_dict(net.state_dict())
     takes_over = BackwardFusedOptimizer.from_optimizer(taken_over, bucket_cap_mb=0.0)
     return list(zip(nets, (loads_fused, loads_plain, takes_over), strict=True))
-
-
-def warnings_of(row: Row, make: Callable[[Row, Net], Any], net: Net | None = None) -> set[str]:
-    net = make_net(row) if net is None else net
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        optimizer = make(row, net)
-        for turn in range(IDLE):
-            train_round(net, optimizer, turn)
-    return {str(warning.message) for warning in caught}
 
 
 def through_a_file(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -270,11 +265,13 @@ def through_a_file(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("row", rows(Outcome.RANDOM))
 def test_random(row: Row) -> None:
+    net = make_net(row)
+    before = copy.deepcopy(list(net.parameters()))
     with steps_uncompiled(row):
-        net = make_net(row)
-        before = copy.deepcopy(list(net.parameters()))
-        told = warnings_of(row, make_fused, net)
-    # At construction or later: some draw for large parameters only, which nothing but a real step can show.
+        fused, told = recorded(make_fused, row, net)
+        for turn in range(IDLE):
+            # Some draw for large parameters only, which nothing but a real step can show.
+            told |= recorded(train_round, net, fused, turn)[1]
     assert [text for text in told if row.cls.__name__ in text and "random" in text]
     assert any(not torch.equal(p, q) for p, q in zip(before, net.parameters(), strict=True))
     assert all(bool(p.isfinite().all()) for p in net.parameters())
@@ -296,6 +293,8 @@ def test_refused(row: Row) -> None:
 @pytest.mark.parametrize("row", rows(Outcome.UNBUILT))
 def test_unbuilt(row: Row) -> None:
     plain, fused = error_of(make_plain, row), error_of(make_fused, row)
+    if plain is None and torch.cuda.is_available():
+        pytest.skip(f"what keeps the plain class from being built is not so here: {row.reason}")
     assert plain is not None
     assert fused is not None
     assert isinstance(fused, (type(plain), TypeError))
