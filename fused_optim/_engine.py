@@ -35,8 +35,8 @@ from fused_optim._units import Traces, units_of
 
 SMALL_BYTES = 64 * 1024
 """A gradient of up to so many bytes may share a unit; a larger one has a unit of its own."""
-RUN_LENGTH = 32
-"""So many parameters share a unit at most: beyond it, the fixed cost of a step is spread thin enough."""
+RUN_LENGTH = 128
+"""So many small parameters share a unit at most: beyond it, the fixed cost of a step is spread thin enough."""
 
 ParamHook = Callable[[Any, Tensor], None]
 
@@ -173,10 +173,13 @@ class Engine:
             self._check_second(slot, param)
         slot.backward, slot.interval, slot.generation = self._backward, self._interval, self._generation
         self._fused = True
-        if slot.nbytes > self._small_bytes:
-            self._step_run(slot.group, [param])
-            return
         key = (slot.group, stream_of(param) if param.is_cuda else None)
+        if slot.nbytes > self._small_bytes:
+            # Small gradients that outlive large temporaries pin the heap between them; along with a large
+            # parameter their step is free, too.
+            waiting = current.runs.pop(key, None)
+            self._step_run(slot.group, [*waiting.params, param] if waiting else [param])
+            return
         run = current.runs.get(key)
         if run is None:
             run = current.runs[key] = Run()

@@ -70,6 +70,14 @@ def second_step_in_round(name: str) -> str:
     )
 
 
+def taken_over(optimizer_class: str) -> str:
+    """The message for a ``step()`` of an optimizer that ``from_optimizer`` took over."""
+    return (
+        f"step() was called on the {optimizer_class} that BackwardFusedOptimizer.from_optimizer() took over: call "
+        "it on the BackwardFusedOptimizer, which has to know when a round ends, or call unfuse() on that one first."
+    )
+
+
 def cut_into_rounds(optimizer_class: str) -> str:
     """The message for a first round of several backward passes, each taken for a round of its own."""
     return (

@@ -126,8 +126,11 @@ def when_outer_pass_continues(node: torch.autograd.graph.Node, callback: Callabl
     A nested pass cannot see the pass around it; the nodes that follow ``node`` run inside it.
     """
     handles: list[Any] = []
+    nested = pass_id()
 
     def continued(_: Any) -> None:
+        if pass_id() == nested:  # a weight that both passes lead to
+            return
         for handle in handles:
             handle.remove()
         if handles:

@@ -84,6 +84,15 @@ def surroundings() -> Surroundings:
     return Surroundings(passes > 1, None)
 
 
+def capture_check(optimizer_class: type[Optimizer]) -> str | None:
+    """Name of the method by which the optimizers of ``torch.optim`` refuse capture in a CUDA graph, if any.
+
+    It looks at the whole optimizer and costs a tenth of a small step, so it is called once a round only.
+    """
+    names = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
+    return next((name for name in names if hasattr(optimizer_class, name)), None)
+
+
 def unprofiled_step(optimizer_class: type[Optimizer]) -> Callable[..., Any]:
     """``optimizer_class.step`` without the wrapper that runs step hooks and the profiler's record."""
     step: Any = optimizer_class.step

@@ -23,6 +23,7 @@ from fused_optim._shared import (
     Memo,
     Place,
     differing,
+    hyperparameters,
     merged,
     private_copy,
     shared_values,
@@ -73,6 +74,9 @@ class DirectUnit:
         self.optimizer = _blank_copy(whole)
         self.optimizer.param_groups = [self._view]
         self._step = _torch.bare_step(type(whole))
+        self._check_capture = _torch.capture_check(type(whole))
+        if self._check_capture is not None:
+            vars(self.optimizer)[self._check_capture] = _nothing
 
     def step(self, group_index: int, params: list[Tensor]) -> None:
         """Steps ``params``, all of one group, with the gradients they hold."""
@@ -87,7 +91,9 @@ class DirectUnit:
             view.clear()
 
     def begin_round(self) -> None:
-        """Nothing to fix: steps of these classes do not write what another step reads."""
+        """Lets the whole refuse; nothing else to fix, as no step of these classes writes what another reads."""
+        if self._check_capture is not None:
+            getattr(self._whole, self._check_capture)()
 
     def commit(self, watch: bool) -> Traces:
         """Nothing to store."""
@@ -95,6 +101,10 @@ class DirectUnit:
 
     def expect_draws(self) -> None:
         """These classes draw no random numbers."""
+
+
+def _nothing() -> None:
+    pass
 
 
 class IsolatedUnit:
@@ -148,6 +158,7 @@ class IsolatedUnit:
         Args:
             watch: whether to look for parameters that move without a gradient.
         """
+        self._include_added_groups()
         idle = [self._params[key] for key in self._waiting if self._params[key].grad is None] if watch else []
         before = self._writes_to(idle)
         self._step_without_gradient()
@@ -176,6 +187,7 @@ class IsolatedUnit:
 
     def _lend(self, group_index: int, params: list[Tensor]) -> None:
         # Every group is there, because classes index lists of their own by the position of a group.
+        self._include_added_groups()
         whole, copy = self._whole, self.optimizer
         views: list[dict[str, Any]] = [{"params": []} for _ in whole.param_groups]
         views[group_index]["params"] = params
@@ -195,6 +207,14 @@ class IsolatedUnit:
         attributes.update(private_copy(self._start["attribute", 0], memo))
         copy.param_groups = views
         copy.state = state
+
+    def _include_added_groups(self) -> None:
+        # A group that is added between backward() and step() takes part in that step.
+        for index, group in enumerate(self._whole.param_groups):
+            if ("group", index) not in self._start:
+                self._start["group", index] = private_copy(hyperparameters(group), Memo({}, self._params))
+                self._params.update({id(param): param for param in group["params"]})
+                self._waiting.update({id(param): index for param in group["params"]})
 
     def _aliases(self) -> list[Any]:
         """What an attribute may refer to that a working copy has of its own."""

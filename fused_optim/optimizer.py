@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -86,7 +87,7 @@ class BackwardFusedOptimizer(Optimizer):
         """Takes over an optimizer that is already built, with its groups and state, also in mid-training.
 
         Schedulers built on ``optimizer`` keep working, as its groups are the new optimizer's groups. Call
-        ``step()`` on the new one from here on.
+        ``step()`` on the new one from here on: on the old one it raises.
 
         Args:
             optimizer: the ordinary optimizer.
@@ -111,6 +112,7 @@ class BackwardFusedOptimizer(Optimizer):
         fused._adopt(optimizer, checked, partial(_rebuild, optimizer))
         for name in _torch.STEP_HOOKS:
             vars(fused)[name] = vars(optimizer)[name]
+        optimizer.register_step_pre_hook(partial(_refuse_step, weakref.ref(fused)))
         return fused
 
     def _adopt(self, whole: Optimizer, options: Options, build: Any) -> None:
@@ -401,6 +403,16 @@ def _registered(hooks: OrderedDict[int, ParamHook], hook: ParamHook) -> Removabl
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
+
+
+def _refuse_step(
+    fused: weakref.ref[BackwardFusedOptimizer], optimizer: Optimizer, args: Any, kwargs: Any
+) -> None:
+    """A step pre-hook of an optimizer that was taken over."""
+    engine = getattr(fused(), "_engine", None)
+    # Both share their hooks, and only one of the two may step.
+    if engine is not None and optimizer is engine.whole and engine.roster.hooked:
+        raise RuntimeError(_guards.taken_over(type(optimizer).__name__))
 
 
 def _rebuild(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:

@@ -16,7 +16,7 @@ from fused_optim import BackwardFusedOptimizer
 Make = Callable[..., Optimizer]
 """An optimizer class, or what stands in for one."""
 Program = Callable[[Make], Iterator[Any]]
-"""Trains with an optimizer from ``Make`` and yields, as it goes, what must be equal: models, optimizers, tensors."""
+"""Trains with an optimizer from ``Make`` and yields what must be equal: models, optimizers, tensors."""
 
 
 class CountsInTheGroup(Optimizer):

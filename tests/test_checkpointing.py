@@ -135,9 +135,9 @@ def pair(optimizer_class: type[Optimizer], lr: float = 0.05, **options: Any) -> 
     ]
 
 
-def loss_of(layers: nn.ModuleList, run: Run, seed: int) -> Tensor:
+def loss_of(layers: nn.ModuleList, run: Run, seed: int, input_requires_grad: bool = True) -> Tensor:
     torch.manual_seed(seed)
-    x = torch.randn(3, 6, requires_grad=True)
+    x = torch.randn(3, 6, requires_grad=input_requires_grad)
     return run(list(layers), x).square().sum()
 
 
@@ -291,6 +291,45 @@ def test_a_tensor_hook_that_calls_backward_on_the_same_parameter_is_refused(call
         layers[1](hidden).square().sum().backward()
 
 
+class WithWeightsAsInputs(torch.autograd.Function):
+    """Takes the weights as inputs, to be part of the graph, and says that they get nothing from here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Block, *weights: Tensor) -> Tensor:
+        return BackwardInBackward.forward(ctx, x, layer)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return (*BackwardInBackward.backward(ctx, grad), None, None)
+
+
+@BY_CAP
+@BY_LOOP
+@pytest.mark.parametrize("accumulates", [False, True], ids=["", "accumulated"])
+def test_a_hook_called_without_a_gradient_is_no_second_gradient(
+    accumulates: bool, calls_step: bool, cap: float
+) -> None:
+    def run(layers: list[Block], x: Tensor) -> Tensor:
+        for layer in layers:
+            x = WithWeightsAsInputs.apply(x, layer, *layer.parameters())
+        return x
+
+    twins = pair(Counting, bucket_cap_mb=cap)
+    for seed in range(3):
+        for layers, optimizer in twins:
+            if accumulates and optimizer is twins[0][1]:
+                loss_of(layers, run, 9 + seed).backward()
+            elif accumulates:
+                with optimizer.accumulate():
+                    loss_of(layers, run, 9 + seed).backward()
+            loss_of(layers, run, seed, input_requires_grad=bool(seed % 2)).backward()
+            if calls_step or optimizer is twins[0][1]:
+                optimizer.step()
+            optimizer.zero_grad()
+        assert_twins(twins[0][1], twins[1][1], f"iteration {seed}")
+        assert_no_gradients(twins[1][1])
+
+
 @BY_LOOP
 def test_a_frozen_outside_leaves_no_trace_in_the_outer_pass(calls_step: bool) -> None:
     """Only the checkpointed segments hold parameters: the outer pass never reaches one of the optimizer."""
@@ -326,3 +365,17 @@ def test_accumulation_over_checkpointed_micro_batches(reentrant: bool, calls_ste
                 optimizer.step()
             optimizer.zero_grad()
         assert_twins(twins[0][1], twins[1][1])
+
+
+@BY_CAP
+def test_a_tensor_hook_of_a_foreign_graph_may_hold_the_only_backward(cap: float) -> None:
+    twins = pair(Counting, bucket_cap_mb=cap)
+    for seed in range(4):
+        for layers, optimizer in twins:
+            inner = loss_of(layers, everything_in_one(False), seed)
+            x = torch.ones(3, requires_grad=True)
+            x.register_hook(lambda grad, inner=inner: inner.backward())
+            x.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_twins(twins[0][1], twins[1][1], f"iteration {seed}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import warnings
 from collections.abc import Iterator
@@ -137,3 +138,24 @@ def test_coupled_foreach_asgd_of_old_torch_is_refused(configuration: Configurati
         return
     with pytest.raises(ValueError, match="ASGD couples its parameters.*foreach=False"):
         configuration.twins()
+
+
+@pytest.mark.parametrize("flags", [{}, {"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("cap", [0, 0.1, 1.0])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
+def test_small_parameters_share_steps_with_each_other_and_with_large_ones(
+    name: str, cap: float, flags: dict[str, bool]
+) -> None:
+    optimizer_class = getattr(torch.optim, name)
+    if "fused" in flags and "fused" not in inspect.signature(optimizer_class).parameters:
+        pytest.skip(f"this torch has no fused {name}")
+    shapes = [(200, 100), *[(5,)] * 140, (130, 130), (7, 3), (3,), (150, 150)]
+    try:
+        twins = Twins(optimizer_class, shapes, lr=0.01, options={"bucket_cap_mb": cap}, **flags)
+    except RuntimeError as error:
+        assert "fused=True" in str(error)  # only CUDA, on the oldest torch
+        return
+    for step in range(4):
+        twins.iterate(step, [index for index in range(len(shapes)) if step == 0 or (index + step) % 5])
+        twins.check(f"step {step}")
+        assert_no_gradients(twins.fused)

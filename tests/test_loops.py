@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from programs import OPTIMIZERS, CountsInTheGroup, Make, Program, assert_same_run, fused, record
+from programs import OPTIMIZERS, Make, Program, assert_same_run, fused, record
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from twins import SHAPES, Twins, assert_equal, assert_no_gradients, assert_twins, loss_of, make_params
@@ -96,6 +96,21 @@ def late_group(make: Make) -> Iterator[Any]:
         loss_of(params, used, iteration).backward()
         opt.step()
         opt.zero_grad()
+        yield opt
+
+
+def group_added_between_backward_and_step(make: Make) -> Iterator[Any]:
+    params = make_params()
+    opt = make(params[:2])
+    for iteration in range(5):
+        for param in params:
+            param.grad = None
+        loss_of(params, ALL if iteration < 4 else [0, 1], iteration).backward()
+        if iteration == 2:
+            opt.add_param_group({"params": params[2]})
+        if iteration == 4:
+            opt.add_param_group({"params": params[3]})
+        opt.step()
         yield opt
 
 
@@ -432,6 +447,7 @@ PROGRAMS: dict[str, Program] = {
         zeroing_by_the_model,
         zero_grad_at_each_usual_place,
         late_group,
+        group_added_between_backward_and_step,
         group_list_grows_in_place,
         group_removed_in_place,
         frozen_at_construction,
@@ -519,6 +535,22 @@ def test_from_optimizer_keeps_hooks_and_fires_them_once_a_step() -> None:
     assert calls == ["pre", "post", "saved", "loading"]
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_optimizer_that_was_taken_over_steps_no_more_while_the_new_one_is_fused(optimizer: str) -> None:
+    params = make_params()
+    plain = OPTIMIZERS[optimizer](params)
+    ours = BackwardFusedOptimizer.from_optimizer(plain)
+    loss_of(params, ALL, 0).backward()
+    with pytest.raises(RuntimeError, match="step\\(\\) was called on the .* took over"):
+        plain.step()
+    ours.step()
+    ours.unfuse()
+    plain.step()
+    ours.fuse()
+    del ours
+    plain.step()
+
+
 def test_from_optimizer_with_gradients_that_are_already_there() -> None:
     models = [make_params(), make_params()]
     plain, taken_over = (torch.optim.AdamW(model) for model in models)
@@ -549,7 +581,10 @@ def test_partial_stands_in_for_an_optimizer_class() -> None:
 
 def test_positional_arguments_of_the_inner_class() -> None:
     models = [make_params(), make_params()]
-    plain, ours = torch.optim.SGD(models[0], 0.1, 0.9), BackwardFusedOptimizer(torch.optim.SGD, models[1], 0.1, 0.9)
+    plain, ours = (
+        torch.optim.SGD(models[0], 0.1, 0.9),
+        BackwardFusedOptimizer(torch.optim.SGD, models[1], 0.1, 0.9),
+    )
     for iteration in range(3):
         for params, opt in zip(models, (plain, ours)):
             loss_of(params, ALL, iteration).backward()
@@ -579,9 +614,9 @@ def test_named_parameters_and_their_names_in_messages(optimizer: str) -> None:
     opt = fused(OPTIMIZERS[optimizer])(model.named_parameters())
     model(torch.ones(3)).sum().backward()
     opt.step()
+    model(torch.ones(3)).sum().backward()
     with pytest.raises(RuntimeError, match="parameter '(weight|bias)' received a second gradient"):
-        for _ in range(2):
-            model(torch.ones(3)).sum().backward()
+        model(torch.ones(3)).sum().backward()
 
 
 def old_adam_checkpoint(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -680,7 +715,9 @@ def test_state_dict_hooks_get_this_optimizer_and_may_change_the_state_dict() -> 
     seen: list[tuple[str, Any]] = []
     opt.register_state_dict_pre_hook(lambda o: seen.append(("saving", o)))
     opt.register_state_dict_post_hook(lambda o, state_dict: {**state_dict, "extra": 1})
-    opt.register_load_state_dict_pre_hook(lambda o, state_dict: {k: v for k, v in state_dict.items() if k != "extra"})
+    opt.register_load_state_dict_pre_hook(
+        lambda o, state_dict: {k: v for k, v in state_dict.items() if k != "extra"}
+    )
     opt.register_load_state_dict_post_hook(lambda o: seen.append(("loaded", o)))
     state_dict = opt.state_dict()
     assert state_dict["extra"] == 1
@@ -777,7 +814,9 @@ class CountsUnderAStringKey(torch.optim.SGD):
 @pytest.mark.parametrize(
     "optimizer_class", [OverridesInitGroup, OverridesStep, KeepsACounterAttribute, CountsUnderAStringKey]
 )
-@pytest.mark.parametrize("name", ["late_group", "nothing_used_now_and_then", "frozen_at_construction", "tied_weights"])
+@pytest.mark.parametrize(
+    "name", ["late_group", "nothing_used_now_and_then", "frozen_at_construction", "tied_weights"]
+)
 def test_subclasses_of_the_users_own(name: str, optimizer_class: type[Optimizer]) -> None:
     make = partial(optimizer_class, lr=0.05)
     with warnings.catch_warnings():

@@ -139,8 +139,8 @@ def surroundings_in(run: Any) -> _torch.Surroundings:
 
 class NestedPass(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, param: Tensor) -> Tensor:
-        ctx.param = param
+    def forward(ctx: Any, x: Tensor, params: list[Tensor]) -> Tensor:
+        (ctx.param,) = params
         return x.clone()
 
     @staticmethod
@@ -167,14 +167,13 @@ def test_an_outermost_pass_is_not_nested() -> None:
 
 
 def test_a_pass_inside_a_custom_function_is_nested_and_names_its_node() -> None:
-    found = surroundings_in(lambda param: NestedPass.apply(torch.ones(3, requires_grad=True), param).sum().backward())
+    x = torch.ones(3, requires_grad=True)
+    found = surroundings_in(lambda param: NestedPass.apply(x, [param]).sum().backward())
     assert found.nested
     assert isinstance(found.node, torch.autograd.graph.Node)
     assert type(found.node).__name__ == "NestedPassBackward"
     found = surroundings_in(
-        lambda param: checkpoint(
-            lambda x: x * param, torch.ones(3, requires_grad=True), use_reentrant=True
-        ).sum().backward()
+        lambda param: checkpoint(lambda x: x * param, x, use_reentrant=True).sum().backward()
     )
     assert found.nested
     assert found.node is not None
@@ -182,8 +181,8 @@ def test_a_pass_inside_a_custom_function_is_nested_and_names_its_node() -> None:
 
 def test_a_pass_inside_a_hook_is_nested_without_a_node() -> None:
     def run(param: Tensor) -> None:
-        x = torch.ones(3, requires_grad=True)
-        x.register_hook(lambda grad: param.sum().backward())
+        x, inner = torch.ones(3, requires_grad=True), param.sum()
+        x.register_hook(lambda grad: inner.backward())
         x.sum().backward()
 
     assert surroundings_in(run) == (True, None)

@@ -1,4 +1,4 @@
-"""Whole training programs as people write them: the same weights, with nothing changed but the optimizer's line."""
+"""Whole training programs as people write them: the same weights, with only the optimizer's line changed."""
 
 from __future__ import annotations
 
@@ -387,7 +387,11 @@ def channels_last_weights(make: Make) -> Iterator[Any]:
 
 
 def parameters_of_size_zero_and_scalars(make: Make) -> Iterator[Any]:
-    scale, empty, weight = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.empty(0, 3)), nn.Parameter(torch.ones(3))
+    scale, empty, weight = (
+        nn.Parameter(torch.tensor(2.0)),
+        nn.Parameter(torch.empty(0, 3)),
+        nn.Parameter(torch.ones(3)),
+    )
     opt = make([scale, empty, weight])
     for data in batches(3, 4, 3):
         opt.zero_grad()

@@ -1,4 +1,4 @@
-"""Random training loops over a plain and a fused twin: whatever a loop does, in whatever order, the bits are the same."""
+"""Random training loops over a plain and a fused twin: whatever a loop does, the bits are the same."""
 
 from __future__ import annotations
 
@@ -160,7 +160,11 @@ class Loops(RuleBasedStateMachine):
             loss_of(params, used, seed).backward()
             self._step(opt)
 
-    @rule(used=SUBSETS, max_norm=st.sampled_from([0.1, 1.0, 1000.0]), norm_type=st.sampled_from([2.0, 1.0, float("inf")]))
+    @rule(
+        used=SUBSETS,
+        max_norm=st.sampled_from([0.1, 1.0, 1000.0]),
+        norm_type=st.sampled_from([2.0, 1.0, float("inf")]),
+    )
     def clip(self, used: list[int], max_norm: float, norm_type: float) -> None:
         seed, used = self._next_seed(), self._usable(used)
         self.plain.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from pathlib import Path
 from typing import Any
@@ -111,11 +112,12 @@ def between_wrapped_and_sharded(rank: int, saver: str, loader: str) -> None:
     opt = MAKE[saver](groups_of(net))
     wrapped = DistributedDataParallel(net)
     train(wrapped, opt, batches(rank), iterations=3)
-    weights, state = get_state_dict(wrapped, opt, options=full)
+    # Copies, as loading shares tensors such as "step" with the state dict.
+    weights, state = copy.deepcopy(get_state_dict(wrapped, opt, options=full))
     model, other = fresh(loader, True)
     set_state_dict(model, other, model_state_dict=weights, optim_state_dict=state, options=full)
     back, final = fresh(saver, False)
-    weights, state = get_state_dict(model, other, options=full)
+    weights, state = copy.deepcopy(get_state_dict(model, other, options=full))
     set_state_dict(back, final, model_state_dict=weights, optim_state_dict=state, options=full)
     del wrapped
     gc.collect()
