@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fused_optim import _guards, _torch, distributed
-from fused_optim._frameworks import ClippingWatch
+from fused_optim._frameworks import ClippingWatch, warn_outside
 from fused_optim._hooks import (
     GradientHook,
     Pass,
@@ -301,15 +300,22 @@ class Engine:
             _torch.note_step_called(owner)
             _torch.note_step_called(self.whole)
 
-    def _forget_failed_passes(self, thread: int | None = None) -> None:
-        """A pass that is still open when another begins on its thread ended in an exception."""
+    def _forget_failed_passes(self, thread: int | None = None) -> str | None:
+        """A pass that is still open when another begins on its thread ended in an exception.
+
+        Returns:
+            The name of a parameter whose gradient was waiting for the end of that pass, if one was.
+        """
+        lost: str | None = None
         failed = [task for task, opened in self._passes.items() if thread in (None, opened.thread)]
         for task in failed:
             for _, run in self._passes.pop(task).take_runs():
                 for param in run.params:
                     param.grad = None
+                    lost = lost or self.roster.name(param)
         if failed:
             self._backward += 1
+        return lost
 
     # Rounds
 
@@ -365,6 +371,7 @@ class Engine:
         if self.options.strict and self.roster.hooked and not self._accumulating:
             self._clipping_watch.refuse()
 
+    @_torch.never_compiled
     def finish_round(self) -> None:
         """Ends the round: steps the gradients that are pending, commits what the round wrote.
 
@@ -372,7 +379,12 @@ class Engine:
             RuntimeError: if the round cannot be what an ordinary ``step()`` would have done.
         """
         with self._lock, torch.no_grad():
-            self._forget_failed_passes()
+            lost = self._forget_failed_passes()
+            if lost is not None and self.options.strict:
+                self._abandon_round()
+                raise RuntimeError(_guards.unfinished_backward(lost))
+            # The end of a pass that held only nested ones, of this optimizer, has not been seen.
+            self._backward += 1
             self._reduced()
             if self._fused:
                 self._calls_step = True
@@ -419,7 +431,7 @@ class Engine:
         """Does what the ordinary optimizer does, since nothing of this round was stepped in backward."""
         if not pending and not self._warned_idle:
             self._warned_idle = True
-            warnings.warn(_guards.NOTHING_HAD_A_GRADIENT, stacklevel=6)
+            warn_outside(_guards.NOTHING_HAD_A_GRADIENT)
         self._rehook(pending)
         self._norms = NormLedger(2.0)
         pending = self._prepare(pending)
@@ -505,6 +517,7 @@ class Engine:
 
     # What the optimizer's methods ask for
 
+    @_torch.never_compiled
     def zero_grad(self, set_to_none: bool) -> None:
         """Drops pending gradients.
 
@@ -544,6 +557,7 @@ class Engine:
         """Whether parameters were stepped in backward since the last ``step()``."""
         return self._fused or self._overflowed
 
+    @_torch.never_compiled
     def measure_norm(
         self, loss: Tensor, max_norm: float, ledger: NormLedger, order: Iterable[Tensor], strict_finite: bool
     ) -> Tensor:
@@ -597,6 +611,7 @@ class Engine:
         return bool(finite)
 
 
+@_torch.never_compiled
 def _forward(engine: weakref.ref[Engine], method: str, *args: Any) -> None:
     """Calls a method of an engine that may be gone by then: autograd holds this, and must not hold it."""
     alive = engine()

@@ -74,6 +74,11 @@ def _callers() -> list[FrameType]:
     return frames
 
 
+def warn_outside(message: str) -> None:
+    """Warns in the name of the code that called into this package, through whatever library."""
+    _warn(message, _callers())
+
+
 def _warn(message: str | None, callers: Sequence[FrameType]) -> None:
     if message is not None:
         level = next((level for level, frame in enumerate(callers) if not _in_library(frame)), 0)

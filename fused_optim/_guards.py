@@ -78,6 +78,16 @@ def taken_over(optimizer_class: str) -> str:
     )
 
 
+def unfinished_backward(name: str) -> str:
+    """The message for a ``step()`` after a backward pass of which no end was seen."""
+    return (
+        f"opt.step() was called after a backward pass that did not reach its end, so that {name} was not stepped, "
+        "whereas an ordinary optimizer would step whatever gradients there are. If backward() raised an "
+        "exception, go on from the last checkpoint. If it ran under compiled autograd, which skips the callback at "
+        "the end of a pass, switch that off. strict=False drops such gradients."
+    )
+
+
 def cut_into_rounds(optimizer_class: str) -> str:
     """The message for a first round of several backward passes, each taken for a round of its own."""
     return (

@@ -33,6 +33,7 @@ class GradientHook:
         self._sink = weakref.ref(sink)
         self._warned = False
 
+    @_torch.never_compiled
     def __call__(self, param: Tensor) -> None:
         """Called by autograd once ``param.grad`` holds the gradient of a backward pass."""
         sink = self._sink()

@@ -9,13 +9,15 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 STATE_HOOKS = (
@@ -36,6 +38,11 @@ _CUSTOM_BACKWARDS: set[CodeType] = {
 
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Number of the running backward pass; -1 outside of one. Grows with every pass."""
+
+
+never_compiled: Callable[[Function], Function] = getattr(torch, "_disable_dynamo")  # noqa: B009
+"""Decorates what dynamo must not trace when it compiles a function that calls ``backward()`` or ``step()``:
+compiled, an optimizer rounds otherwise. ``torch.compiler.disable`` would import dynamo while it decorates."""
 
 
 def at_end_of_pass(callback: Callable[[], None]) -> None:

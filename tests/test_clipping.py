@@ -1,4 +1,4 @@
-"""``opt.clip_grad_norm_`` against ``torch.nn.utils.clip_grad_norm_`` and an ordinary step: same norm and weights."""
+"""``opt.clip_grad_norm_`` against ``torch.nn.utils.clip_grad_norm_`` and an ordinary step: the same bits."""
 
 from __future__ import annotations
 

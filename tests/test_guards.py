@@ -489,7 +489,7 @@ def test_a_first_step_by_hand_then_a_loop_without_step() -> None:
         optimizer.param_groups[0]["lr"] = 0.01
     twins.check("state made")
     for seed in range(4):
-        for params, optimizer in twins.each():
+        for params in twins.models:
             loss_of(params, [index for index in FULL if (index + seed) % 3], seed).backward()
         twins.plain.step()
         twins.plain.zero_grad()
@@ -593,6 +593,39 @@ def test_wrong_options(options: dict[str, Any], error: type[Exception], message:
 def test_what_is_no_optimizer_class(wrong: Any) -> None:
     with pytest.raises(TypeError, match="must be a subclass of torch.optim.Optimizer"):
         BackwardFusedOptimizer(wrong, make_params())
+
+
+class Failing(torch.autograd.Function):
+    """Fails once its neighbours have their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError("backward fails here")
+
+
+def test_step_after_a_backward_that_failed_is_refused() -> None:
+    def fail(params: Sequence[Tensor]) -> None:
+        loss = Failing.apply(params[0] * 2).sum()
+        for param in params[1:]:
+            loss = loss + (param * 2).sum()
+        with pytest.raises(ArithmeticError):
+            loss.backward()
+
+    twins, lenient = twins_with(), twins_with(strict=False)
+    for each in (twins, lenient):
+        each.iterate(0)
+        for params in each.models:
+            fail(params)
+        each.plain.step()
+    with pytest.raises(RuntimeError, match="parameter . of group 0.* was not stepped.*strict=False"):
+        twins.fused.step()
+    lenient.fused.step()
+    assert diverged(lenient)
+    assert_no_gradients(twins.fused)
 
 
 class Counting(Optimizer):

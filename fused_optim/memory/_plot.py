@@ -52,8 +52,8 @@ def compare(
         ...         model(torch.ones(1, 64)).sum().backward()
         ...         optimizer.step()
         ...     return recording
-        >>> memory.compare(run(foreach=True), run(foreach=False), "memory.png", ("foreach", "loop"))  #
-        doctest: +SKIP
+        >>> first, second = run(foreach=True), run(foreach=False)
+        >>> memory.compare(first, second, "memory.png", ("foreach", "loop"))  # doctest: +SKIP
     """
     plot([first, second], list(titles), path)
 

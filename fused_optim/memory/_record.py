@@ -27,8 +27,8 @@ def record(
         model: the model that is trained. Its modules name the moment of the peak.
         optimizer: any optimizer, ordinary or fused. Its state and parameters are counted.
         snapshot: on CUDA, a file for the allocator's history, for PyTorch's memory visualizer:
-            ``python -m torch.cuda._memory_viz trace_plot FILE -o history.html``. Keeping a history is switched
-            off at the end, also where it was on before.
+            ``python -m torch.cuda._memory_viz trace_plot FILE -o history.html``. The history is switched off
+            at the end, also where it was on before.
 
     Yields:
         The recording, whose figures can be read after the body; also after a body that raised.
