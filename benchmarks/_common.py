@@ -1,4 +1,4 @@
-"""What the benchmark programs share: where results go, what they say about the machine, the bare recipe, models."""
+"""What the benchmark programs share: results and what they say about the machine, the bare recipe, models."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -93,8 +94,9 @@ def quartiles(values: Iterable[float]) -> tuple[float, float, float]:
 class Recipe:
     """The bare recipe: an optimizer and a hook for each parameter."""
 
-    def __init__(self, optimizer_class: type[torch.optim.Optimizer], params: Iterable[Tensor], **kwargs: Any) -> None:
-        self.param_groups: list[dict[str, Any]] = []
+    def __init__(
+        self, optimizer_class: type[torch.optim.Optimizer], params: Iterable[Tensor], **kwargs: Any
+    ) -> None:
         for param in params:
             param.register_post_accumulate_grad_hook(self._hook(optimizer_class([param], **kwargs)))
 

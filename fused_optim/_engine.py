@@ -1,13 +1,14 @@
-"""The engine: from a complete gradient to a stepped parameter, and from there to the end of the round."""
+"""The engine: what a backward pass does with complete gradients, and what ends it.
+
+backward -> hook -> pass -> run -> stepper; the end of the pass -> the end of the round.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,78 +28,39 @@ from fused_optim._hooks import (
     surroundings,
     when_outer_pass_continues,
 )
-from fused_optim._norms import NormLedger, clip_coefficient
-from fused_optim._roster import Roster, Slot
-from fused_optim._scaling import KernelScaledRun, ScaledRun, lend_scale
-from fused_optim._units import Traces, units_of
+from fused_optim._norms import Measurement, NormLedger, clip_coefficient
+from fused_optim._roster import Roster
+from fused_optim._rounds import Rounds
+from fused_optim._stepper import Options, Stepper
 
-SMALL_BYTES = 64 * 1024
-"""A gradient of up to so many bytes may share a unit; a larger one has a unit of its own."""
 RUN_LENGTH = 128
-"""So many small parameters share a unit at most: beyond it, the fixed cost of a step is spread thin enough."""
-
-ParamHook = Callable[[Any, Tensor], None]
-
-
-@dataclass
-class Options:
-    """The keyword options of ``BackwardFusedOptimizer``; its docstring describes them."""
-
-    strict: bool = True
-    bucket_cap_mb: float = 1.0
-    accumulate_when: Callable[[], bool] | None = None
-    grad_scaler: Any = None
-    track_grad_norm: bool = False
+"""So many parameters share a unit at most: beyond it, the fixed cost of a step is spread thin enough."""
 
 
 class Engine:
-    """Steps parameters of ``whole`` as their gradients become complete.
-
-    Three counters tell what has been stepped when: ``_backward`` grows with every outermost backward pass,
-    ``_interval`` with every ``step()``; a round ends with ``step()``, or, in a loop that has never called it,
-    with the outermost backward pass.
-    """
+    """Steps parameters of ``whole`` as their gradients become complete."""
 
     def __init__(self, owner: Any, whole: Optimizer, options: Options) -> None:
         self.whole = whole
         self.options = options
-        self.unit = units_of(whole)
         self.roster = Roster(whole, GradientHook(self))
-        self._slots = self.roster.slots
-        self.param_pre_hooks: OrderedDict[int, ParamHook] = OrderedDict()
-        self.param_post_hooks: OrderedDict[int, ParamHook] = OrderedDict()
-        self.grad_norm: Tensor | None = None
+        self.stepper = Stepper(weakref.ref(owner), whole, options)
+        self.rounds = Rounds(whole, self.roster, self.stepper, options)
         self._owner = weakref.ref(owner)
+        self._slots = self.roster.slots
         self._clipping_watch = ClippingWatch()
         self._reducers = distributed.Reducers()
         self._lock = threading.RLock()
         self._passes: dict[int, Pass] = {}
         self._cap_bytes = options.bucket_cap_mb * 2**20
-        self._small_bytes = min(SMALL_BYTES, self._cap_bytes)
         self._accumulating = 0
-        self._backward = 0
-        self._interval = 0
-        self._generation = 0
-        self._zeroed_at = -1
         self._kept = False
-        self._round_open = False
-        self._rounds_closed = 0
-        self._fused = False
-        self._calls_step = False
-        self._warned_idle = False
-        self._repeated: str | None = None
-        self._changed: str | None = None
-        self._traces = Traces(False, False)
-        self._view: list[dict[str, Any]] = []
-        self._measuring: Callable[[Tensor], None] | None = None
-        self._clip: Tensor | None = None
-        self._overflowed = False
+        self._zeroed_at = -1
         self._discarded = False
-        self._norms = NormLedger(2.0)
-        self._earlier_norms = NormLedger(2.0)
-        self._scaled_runs: list[ScaledRun] = []
+        self._warned_idle = False
+        self._measuring: Measurement | None = None
 
-    # From a complete gradient to a step
+    # What a pass does with a complete gradient
 
     def gradient_ready(self, param: Tensor) -> None:
         """Takes the complete gradient in ``param.grad``; called by the hook of ``param``."""
@@ -123,12 +85,6 @@ class Engine:
             when_outer_pass_continues(around.node, partial(_forward, weakref.ref(self), "_note_pass"))
         return current
 
-    def _reduced(self) -> dict[int, distributed.Reduced]:
-        return self._reducers.around(self._params, self.roster.enrolments)
-
-    def _params(self) -> list[Tensor]:
-        return [param for _, param in self.roster.params()]
-
     def _note_pass(self) -> None:
         with self._lock:
             task = pass_id()
@@ -139,6 +95,9 @@ class Engine:
         thread = threading.get_ident()
         return any(not opened.nested and opened.thread == thread for opened in self._passes.values())
 
+    def _reduced(self) -> dict[int, distributed.Reduced]:
+        return self._reducers.around(self.roster.all, self.roster.enrolments)
+
     def _on_ready(self) -> Callable[[Engine, Tensor, Pass], None]:
         # Not bound to this engine: a pass that failed stays with it, and the cycle would keep both alive.
         if self._measuring is not None:
@@ -146,10 +105,10 @@ class Engine:
         asked = self.options.accumulate_when
         if self._accumulating or (asked is not None and asked()):
             return Engine._keep
-        if self._discarded and not self._calls_step:
-            self._overflowed = self._discarded = False
-            self._clip = None
-        return Engine._discard if self._overflowed else Engine._step_ready
+        if self._discarded and not self.rounds.calls_step:
+            self.rounds.overflowed = self._discarded = False
+            self.stepper.clip = None
+        return Engine._discard if self.rounds.overflowed else Engine._step_ready
 
     def _keep(self, param: Tensor, current: Pass) -> None:
         self._kept = True
@@ -159,108 +118,35 @@ class Engine:
 
     def _measure(self, param: Tensor, current: Pass) -> None:
         if self._measuring is not None and param.grad is not None:
-            self._measuring(param)
+            self._measuring.take(param)
 
     def _step_ready(self, param: Tensor, current: Pass) -> None:
         slot = self._slots.get(id(param))
         if slot is None:
             return
-        if slot.backward == self._backward or slot.interval == self._interval:
-            if param.grad is None:
-                # The end of another thread's pass came first and found this gradient pending.
-                return
-            self._check_second(slot, param)
-        slot.backward, slot.interval, slot.generation = self._backward, self._interval, self._generation
-        self._fused = True
-        key = (slot.group, stream_of(param) if param.is_cuda else None)
-        if slot.nbytes > self._small_bytes:
-            # Small gradients that outlive large temporaries pin the heap between them; along with a large
-            # parameter their step is free, too.
-            waiting = current.runs.pop(key, None)
-            self._step_run(slot.group, [*waiting.params, param] if waiting else [param])
+        if slot.interval == self.rounds.interval and param.grad is None:
+            # The end of another thread's pass came first and found this gradient pending.
             return
+        self.rounds.mark(slot, param)
+        key = (slot.group, stream_of(param) if param.is_cuda else None)
         run = current.runs.get(key)
         if run is None:
             run = current.runs[key] = Run()
         run.params.append(param)
         run.nbytes += slot.nbytes
-        if len(run.params) >= RUN_LENGTH or run.nbytes >= self._cap_bytes:
+        # A large gradient fills the run by itself and takes the small ones along: they never outlive it, which
+        # would pin the heap between the large temporaries of backward.
+        if run.nbytes >= self._cap_bytes or len(run.params) >= RUN_LENGTH:
             del current.runs[key]
             self._step_run(slot.group, run.params)
 
-    def _check_second(self, slot: Slot, param: Tensor) -> None:
-        if slot.backward == self._backward:
-            raise RuntimeError(_guards.twice_in_one_backward(self.roster.name(param)))
-        if self._calls_step and self.options.strict:
-            raise RuntimeError(_guards.second_step_in_round(self.roster.name(param)))
-        self._repeated = self._repeated or self.roster.name(param)
-
     def _step_run(self, group: int, params: list[Tensor]) -> None:
+        self.rounds.open()
         try:
-            if not self._round_open:
-                self._begin_round()
-            if torch.is_grad_enabled():
-                with torch.no_grad():
-                    self._apply(group, params)
-            else:
-                self._apply(group, params)
+            self.stepper.step_run(group, params)
         except BaseException:
-            self._abandon_round()
+            self.rounds.end()
             raise
-        finally:
-            for param in params:
-                param.grad = None
-
-    def _apply(self, group: int, params: list[Tensor]) -> None:
-        scaler = self.options.grad_scaler
-        if scaler is None or not scaler.is_enabled():
-            params = self._prepare(params)
-            if params:
-                self.unit.step(group, params)
-        else:
-            self._apply_scaled(scaler, group, params)
-        self._fire(self.param_post_hooks, params)
-
-    def _apply_scaled(self, scaler: Any, group: int, params: list[Tensor]) -> None:
-        overflow = _torch.overflow_if_unscaled(scaler, self._owner())
-        if overflow is not None:
-            params[:] = self._prepare(params)
-            if params and not overflow:
-                self.unit.step(group, params)
-            return
-        kernel_unscales = getattr(self.whole, "_step_supports_amp_scaling", False)
-        step = partial(self.unit.step, group, params)
-        run = (
-            KernelScaledRun(params, step, self.unit.optimizer) if kernel_unscales else ScaledRun(params, step)
-        )
-        self._scaled_runs.append(run)
-        if not kernel_unscales or self._clip is not None or self.param_pre_hooks or self.options.track_grad_norm:
-            scaler.unscale_(run)
-        params[:] = self._prepare(params)
-        if params:
-            scaler.step(run)
-        run.release()
-
-    def _prepare(self, params: list[Tensor]) -> list[Tensor]:
-        """What happens to gradients between their completion and the step; returns those to step."""
-        tracks = self.options.track_grad_norm
-        if not tracks and self._clip is None and not self.param_pre_hooks:
-            return params
-        for param in params:
-            if param.grad is not None and tracks:
-                self._norms.add(param, param.grad)
-            if param.grad is not None and self._clip is not None:
-                param.grad.mul_(self._clip.to(param.grad.device))
-        self._fire(self.param_pre_hooks, params)
-        return [param for param in params if param.grad is not None]
-
-    def _fire(self, hooks: OrderedDict[int, ParamHook], params: list[Tensor]) -> None:
-        if not hooks:
-            return
-        owner = self._owner()
-        for param in params:
-            for hook in list(hooks.values()):
-                hook(owner, param)
 
     # The end of a backward pass
 
@@ -272,11 +158,16 @@ class Engine:
                 self._step_run(group, run.params)
             self._passes.pop(task, None)
             if current.nested:
+                if not self._passes:  # the pass around it may hold none of these parameters, and so never be seen
+                    self.rounds.note_values()
                 return
-            self._backward += 1
+            self.rounds.backward += 1
             self._discarded |= current.on_ready == Engine._discard
-            if current.on_ready == Engine._step_ready and not self._calls_step and not self._passes:
+            if current.on_ready != Engine._step_ready:
+                return
+            if not self.rounds.calls_step and not self._passes:
                 self._end_round_after_backward(current)
+            self.rounds.note_values()
 
     def _take_reduced(self, current: Pass) -> None:
         for param in distributed.completed(current.reduced):
@@ -284,21 +175,24 @@ class Engine:
         self._kept = True
 
     def _end_round_after_backward(self, current: Pass) -> None:
-        if self._rounds_closed and self._reducers.may_skip_us:
+        if self.rounds.closed and self._reducers.may_skip_us:
             raise RuntimeError(_guards.NEEDS_STEP)
-        if self._zeroed_at >= 0:
-            self._restore_zeros()
+        self._restore_zeros()
         for group, params in self._pending():
             # What a reducer has not exchanged by now waits for a later pass.
             params = [param for param in params if id(param) not in current.reduced]
             if params:
                 self._step_pending(group, params)
         self._kept = bool(current.reduced)
-        self._close_round()
+        self.rounds.close()
+        self._note_step_called()
+
+    def _note_step_called(self) -> None:
         owner = self._owner()
         if owner is not None:
             _torch.note_step_called(owner)
-            _torch.note_step_called(self.whole)
+        # Schedulers built before from_optimizer() know only the whole.
+        _torch.note_step_called(self.whole)
 
     def _forget_failed_passes(self, thread: int | None = None) -> str | None:
         """A pass that is still open when another begins on its thread ended in an exception.
@@ -314,62 +208,11 @@ class Engine:
                     param.grad = None
                     lost = lost or self.roster.name(param)
         if failed:
-            self._backward += 1
+            self.rounds.backward += 1
+            self.rounds.note_values()
         return lost
 
-    # Rounds
-
-    def _begin_round(self) -> None:
-        self.unit.begin_round()
-        self._round_open = True
-        self._forget_scaled_runs()
-        if self._rounds_closed and self._repeated is None:
-            # Perhaps all one round, of a loop that is yet to call step() for the first time.
-            self._earlier_norms.include(self._norms)
-            self._changed = self._changed or _guards.change_in(self._view, self.whole.param_groups)
-        self._norms = NormLedger(2.0)
-        self._view = _guards.view_of(self.whole.param_groups)
-
-    def _forget_scaled_runs(self) -> None:
-        # A scaler takes an object at the address of one that it remembers for the same.
-        scaler = self.options.grad_scaler
-        self._scaled_runs = [run for run in self._scaled_runs if _torch.remembers(scaler, run)]
-
-    def _close_round(self) -> None:
-        if not self._round_open:
-            return
-        # Once a parameter has come again, the loop never calls step(), or step() raises anyway.
-        traces = self.unit.commit(watch=not self._calls_step and self._repeated is None)
-        self._traces = Traces(*map(max, self._traces, traces))
-        self._view = _guards.view_of(self.whole.param_groups)
-        self._round_open = False
-        self._rounds_closed += 1
-        self._clip = None
-        self._note_norm()
-
-    def _note_norm(self) -> None:
-        if self.options.track_grad_norm:
-            self.grad_norm = self._norms.total(param for _, param in self.roster.params())
-
-    def _abandon_round(self) -> None:
-        self._round_open = False
-        self._next_interval()
-
-    def _next_interval(self) -> None:
-        self._interval += 1
-        self._fused = False
-        self._repeated = None
-        self._changed = None
-        self._traces = Traces(False, False)
-        self._earlier_norms = NormLedger(2.0)
-        self._rounds_closed = 0
-        self._clip = None
-        self._overflowed = self._discarded = False
-
-    def refuse_clipping(self) -> None:
-        """Refuses a trainer that calls before any parameter has moved, and is going to clip what is gone by then."""
-        if self.options.strict and self.roster.hooked and not self._accumulating:
-            self._clipping_watch.refuse()
+    # The end of a round
 
     @_torch.never_compiled
     def finish_round(self) -> None:
@@ -380,51 +223,57 @@ class Engine:
         """
         with self._lock, torch.no_grad():
             lost = self._forget_failed_passes()
-            if lost is not None and self.options.strict:
-                self._abandon_round()
-                raise RuntimeError(_guards.unfinished_backward(lost))
             # The end of a pass that held only nested ones, of this optimizer, has not been seen.
-            self._backward += 1
+            self.rounds.backward += 1
             self._reduced()
-            if self._fused:
-                self._calls_step = True
-                self._check_round()
-            elif self._overflowed:
-                self._calls_step = True
-            elif self._clip is not None:
-                self._next_interval()
-                raise RuntimeError(_guards.CLIPPED_WITHOUT_BACKWARD)
-            self._enrol_newcomers()
-            if self._zeroed_at >= 0:
-                self._restore_zeros()
-            if not self._overflowed:
-                self._step_the_rest()
-                # Schedulers built before from_optimizer() know only the whole.
-                _torch.note_step_called(self.whole)
-            self._round_open = False
-            self._kept = False
-            self._next_interval()
+            try:
+                self._check_round(lost)
+                self._enrol_newcomers()
+                if not self.rounds.overflowed:
+                    self._restore_zeros()
+                    self._step_the_rest()
+                    _torch.note_step_called(self.whole)
+            finally:
+                self._kept = False
+                self.rounds.end()
+
+    def _check_round(self, lost: str | None) -> None:
+        rounds, strict = self.rounds, self.options.strict
+        if lost is not None and strict:
+            raise RuntimeError(_guards.unfinished_backward(lost))
+        rounds.calls_step = rounds.calls_step or rounds.fused or rounds.overflowed
+        if not rounds.fused:
+            self._check_unfused()
+            return
+        owner = self._owner()
+        if self.options.grad_scaler is None and owner is not None and "grad_scale" in vars(owner):
+            raise RuntimeError(_guards.SCALED_WITHOUT_SCALER)
+        self._clipping_watch.look(strict, clipped=self.stepper.clip is not None)
+        if strict:
+            rounds.check([param for _, params in self._pending() for param in params])
+
+    def _check_unfused(self) -> None:
+        if self.rounds.reloaded and not self._pending():
+            raise RuntimeError(_guards.LOADED_OVER_STEP)
+        if self.stepper.clip is not None and not self.rounds.overflowed:
+            raise RuntimeError(_guards.CLIPPED_WITHOUT_BACKWARD)
 
     def _step_the_rest(self) -> None:
         pending = self._pending()
-        if not self._fused:
+        if not self.rounds.fused:
             self._step_whole([param for _, params in pending for param in params])
             return
-        self._round_open = True
-        self._norms.include(self._earlier_norms)
+        self.rounds.reopen()
         for group, params in pending:
             self._rehook(params)
             self._step_pending(group, params)
-        self._close_round()
+        self.rounds.close()
 
     def _step_pending(self, group: int, params: list[Tensor]) -> None:
         for param in params:
             slot = self._slots.get(id(param))
             if slot is not None:
-                if slot.interval == self._interval:
-                    self._repeated = self._repeated or self.roster.name(param)
-                slot.backward, slot.interval = self._backward - 1, self._interval
-                slot.generation = self._generation
+                self.rounds.mark_pending(slot, param)
         self._step_run(group, params)
 
     def _step_whole(self, pending: list[Tensor]) -> None:
@@ -433,16 +282,8 @@ class Engine:
             self._warned_idle = True
             warn_outside(_guards.NOTHING_HAD_A_GRADIENT)
         self._rehook(pending)
-        self._norms = NormLedger(2.0)
-        pending = self._prepare(pending)
-        step = partial(_torch.unprofiled_step(type(self.whole)), self.whole)
-        owner = self._owner()
-        if owner is not None and "grad_scale" in vars(owner):
-            lend_scale(owner, self.whole, step)
-        else:
-            step()
-        self._note_norm()
-        self._fire(self.param_post_hooks, pending)
+        self.stepper.step_whole(pending)
+        self.rounds.note_norm()
 
     def _rehook(self, pending: list[Tensor]) -> None:
         if self._kept:
@@ -468,54 +309,22 @@ class Engine:
 
     def _restore_zeros(self) -> None:
         """Gives gradients of zeros to parameters that would hold them after ``zero_grad(set_to_none=False)``."""
-        for _, param in self.roster.params():
+        if self._zeroed_at < 0:
+            return
+        for param in self.roster.all():
             if param.grad is None and self._would_hold_zeros(param):
                 param.grad = torch.zeros_like(param)
 
     def _would_hold_zeros(self, param: Tensor) -> bool:
         slot = self._slots.get(id(param))
-        return slot is not None and slot.generation == self._generation and slot.backward < self._zeroed_at
-
-    def _check_round(self) -> None:
-        try:
-            owner = self._owner()
-            if self.options.grad_scaler is None and owner is not None and "grad_scale" in vars(owner):
-                raise RuntimeError(_guards.SCALED_WITHOUT_SCALER)
-            self._clipping_watch.look(self.options.strict, clipped=self._clip is not None)
-            if not self.options.strict:
-                return
-            repeated = self._repeated or self._stepped_and_pending()
-            if repeated is not None:
-                raise RuntimeError(_guards.second_step_in_round(repeated))
-            changed = self._changed or _guards.change_in(self._view, self.whole.param_groups)
-            if changed is not None:
-                raise RuntimeError(changed)
-            if self._was_cut_into_rounds():
-                raise RuntimeError(_guards.cut_into_rounds(type(self.whole).__name__))
-        except RuntimeError:
-            self._round_open = False
-            self._next_interval()
-            raise
-
-    def _stepped_and_pending(self) -> str | None:
-        """Names a parameter that was stepped in backward and holds a gradient again, if there is one.
-
-        A reducer's parameters hold theirs until the end of the pass only, and zeros are made for those that
-        were not stepped.
-        """
-        for _, params in self._pending():
-            for param in params:
-                slot = self._slots.get(id(param))
-                if slot is not None and slot.interval == self._interval:
-                    return self.roster.name(param)
-        return None
-
-    def _was_cut_into_rounds(self) -> bool:
-        """Whether backward ended rounds that this ``step()`` ought to have ended, and it made a difference."""
-        wrote, moved = self._traces
-        return (wrote or moved) if self._rounds_closed > 1 else (moved and bool(self._pending()))
+        return slot is not None and slot.generation == self.rounds.generation and slot.backward < self._zeroed_at
 
     # What the optimizer's methods ask for
+
+    def refuse_clipping(self) -> None:
+        """Refuses a trainer that calls before any parameter has moved, and is going to clip what is gone by then."""
+        if self.options.strict and self.roster.hooked and not self._accumulating:
+            self._clipping_watch.refuse()
 
     @_torch.never_compiled
     def zero_grad(self, set_to_none: bool) -> None:
@@ -526,15 +335,16 @@ class Engine:
         """
         with self._lock:
             self._forget_failed_passes()
-            if self._fused and self._calls_step and self.options.strict:
-                self._round_open = False
-                self._next_interval()
+            if self.rounds.fused and self.rounds.calls_step and self.options.strict:
+                self.rounds.end()
                 raise RuntimeError(_guards.DISCARDS_APPLIED)
+            if not self.roster.is_current():
+                self.roster.enrol()
             self.whole.zero_grad(set_to_none=set_to_none)
-            self._kept = False
-            self._zeroed_at = -1 if set_to_none else self._backward
+            self._kept = self.rounds.reloaded = False
+            self._zeroed_at = -1 if set_to_none else self.rounds.backward
             if set_to_none:
-                self._generation += 1
+                self.rounds.generation += 1
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -549,13 +359,14 @@ class Engine:
         """Starts afresh with whatever the whole holds now."""
         with self._lock:
             self._forget_failed_passes()
-            self._round_open = False
-            self._next_interval()
+            replaces = self.rounds.fused and self.rounds.calls_step and self.options.strict
+            self.rounds.end()
+            self.rounds.reloaded = replaces
             self.roster.enrol()
 
     def has_fused_steps(self) -> bool:
         """Whether parameters were stepped in backward since the last ``step()``."""
-        return self._fused or self._overflowed
+        return self.rounds.fused or self.rounds.overflowed
 
     @_torch.never_compiled
     def measure_norm(
@@ -565,50 +376,21 @@ class Engine:
         self._forget_failed_passes()
         if self._reduced():
             raise RuntimeError(_guards.CLIPS_REDUCED)
-        pending = {id(param): param for _, params in self._pending() for param in params}
-        kept = {key: param.grad for key, param in pending.items()}
-        for param in pending.values():
-            param.grad = None
-        self._measuring = partial(self._measure_one, ledger, kept)
-        self._overflowed = self._discarded = False
+        pending = [param for _, params in self._pending() for param in params]
+        measuring = self._measuring = Measurement(ledger, pending, self.stepper.unscales_finite, self.roster.name)
+        self.rounds.overflowed = self._discarded = False
         try:
             torch.autograd.backward(loss, retain_graph=True)
-            for param in order:
-                if param not in ledger and (id(param) in pending or self._would_hold_zeros(param)):
-                    param.grad = torch.zeros_like(param)
-                    self._measure_one(ledger, kept, param)
+            measuring.take_rest(param for param in order if self._would_hold_zeros(param))
         finally:
             self._measuring = None
-            for key, param in pending.items():
-                param.grad = kept[key]
+            measuring.give_back()
         total = ledger.total(order)
         if strict_finite and not bool(torch.isfinite(total)):
-            self._overflowed = False
             raise RuntimeError(_guards.nonfinite_norm(ledger.norm_type))
-        self._clip = clip_coefficient(total, max_norm)
+        self.rounds.overflowed = measuring.overflowed
+        self.stepper.clip = clip_coefficient(total, max_norm)
         return total
-
-    def _measure_one(self, ledger: NormLedger, kept: dict[int, Tensor | None], param: Tensor) -> None:
-        if param in ledger:
-            raise RuntimeError(_guards.twice_in_one_backward(self.roster.name(param)))
-        assert param.grad is not None
-        with torch.no_grad():
-            before = kept.get(id(param))
-            if before is not None:
-                param.grad.add_(before)
-            if self.options.grad_scaler is not None and self.options.grad_scaler.is_enabled():
-                self._overflowed |= not self._unscales_finite(param)
-            ledger.add(param, param.grad)
-        param.grad = None
-
-    def _unscales_finite(self, param: Tensor) -> bool:
-        finite: list[bool] = []
-        run = ScaledRun([param], partial(finite.append, True))
-        self._scaled_runs.append(run)
-        self.options.grad_scaler.unscale_(run)
-        self.options.grad_scaler.step(run)
-        run.release()
-        return bool(finite)
 
 
 @_torch.never_compiled

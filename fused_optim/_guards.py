@@ -39,6 +39,17 @@ SCALED_WITHOUT_SCALER = (
     "Pass the scaler: BackwardFusedOptimizer(..., grad_scaler=scaler). The parameters of this backward pass "
     "have been stepped with scaled gradients: start again from the last checkpoint."
 )
+LOADED_OVER_STEP = (
+    "opt.step() was called after load_state_dict(), without a backward pass in between. The gradients of the pass "
+    "before were applied inside backward(), and what they changed has been loaded over, whereas an ordinary "
+    "optimizer would apply them to what was loaded. Call opt.step() before load_state_dict(), or run a new backward "
+    "pass after it. strict=False allows it."
+)
+WEIGHTS_WRITTEN = (
+    "a parameter was written in place between backward() and opt.step(). It had already been stepped, whereas an "
+    "ordinary optimizer would step it after that. Write it before backward(), or after opt.step(). strict=False "
+    "allows it."
+)
 DISCARDS_APPLIED = (
     "zero_grad() would discard gradients, but this optimizer already applied them inside backward(), and no "
     "step() has ended that round. If the loss belongs to another network (the generator's, say), freeze "
@@ -211,6 +222,11 @@ def _span(param: Tensor) -> tuple[str, int, int, Tensor] | None:
     except (RuntimeError, NotImplementedError):
         return None
     return str(local.device), start, start + extent * local.element_size(), param
+
+
+def count_writes(params: Sequence[Tensor]) -> int:
+    """How often all ``params`` were written in place, as far as autograd knows."""
+    return sum(map(writes, params))
 
 
 def view_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -33,9 +33,11 @@ class GradientHook:
         self._sink = weakref.ref(sink)
         self._warned = False
 
-    @_torch.never_compiled
     def __call__(self, param: Tensor) -> None:
         """Called by autograd once ``param.grad`` holds the gradient of a backward pass."""
+        if _torch.is_compiling():
+            self._untraced(param)
+            return
         sink = self._sink()
         if sink is not None:
             sink.gradient_ready(param)
@@ -47,6 +49,10 @@ class GradientHook:
                 "or call its unfuse() before dropping it.",
                 stacklevel=2,
             )
+
+    @_torch.never_compiled
+    def _untraced(self, param: Tensor) -> None:
+        self(param)
 
     def is_dead(self) -> bool:
         """Whether what it reported to no longer exists."""

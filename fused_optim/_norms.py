@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from fused_optim import _torch
+from fused_optim import _guards, _torch
 
 
 class NormLedger:
@@ -38,6 +38,66 @@ class NormLedger:
         stacked = torch.stack([norm.to(device) for norm in norms])
         total: Tensor = torch.linalg.vector_norm(stacked, self.norm_type)
         return total
+
+
+class Measurement:
+    """One measuring pass: takes each gradient for its norm, drops it, and leaves pending ones as they were.
+
+    Args:
+        ledger: where the norms go.
+        pending: parameters that hold a gradient already, to which those of this pass are added.
+        unscales: unscales the gradient of a parameter; returns whether it did not overflow.
+        name: what to call a parameter in a message.
+
+    Attributes:
+        overflowed: whether a gradient was infinite or NaN, as a ``GradScaler`` sees it.
+    """
+
+    def __init__(
+        self,
+        ledger: NormLedger,
+        pending: list[Tensor],
+        unscales: Callable[[Tensor], bool],
+        name: Callable[[Tensor], str],
+    ) -> None:
+        self.overflowed = False
+        self._ledger = ledger
+        self._pending = {id(param): (param, param.grad) for param in pending}
+        self._unscales = unscales
+        self._name = name
+        for param in pending:
+            param.grad = None
+
+    def take(self, param: Tensor) -> None:
+        """Takes the complete gradient that this pass has left in ``param.grad``.
+
+        Raises:
+            RuntimeError: if it arrives in parts.
+        """
+        if param in self._ledger:
+            raise RuntimeError(_guards.twice_in_one_backward(self._name(param)))
+        _, before = self._pending.get(id(param), (param, None))
+        grad = param.grad
+        if grad is None:
+            return
+        with torch.no_grad():
+            if before is not None:
+                grad.add_(before)
+            self.overflowed |= not self._unscales(param)
+            self._ledger.add(param, grad)
+        param.grad = None
+
+    def take_rest(self, zeroed: Iterable[Tensor]) -> None:
+        """Takes what this pass did not reach: pending gradients, and those that would be zeros."""
+        for param in [*(param for param, _ in self._pending.values()), *zeroed]:
+            if param not in self._ledger:
+                param.grad = torch.zeros_like(param)
+                self.take(param)
+
+    def give_back(self) -> None:
+        """Puts the pending gradients back."""
+        for param, grad in self._pending.values():
+            param.grad = grad
 
 
 def clip_coefficient(total_norm: Tensor, max_norm: float) -> Tensor:

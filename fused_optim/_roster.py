@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -51,11 +50,12 @@ class Roster:
         self._seen: list[tuple[dict[str, Any], list[Tensor], int]] = []
         _living.add(self)
 
-    def params(self) -> Iterator[tuple[int, Tensor]]:
-        """Yields (group index, parameter) in the order of the groups."""
-        for index, group in enumerate(self._whole.param_groups):
-            for param in group["params"]:
-                yield index, param
+    def all(self) -> list[Tensor]:
+        """All parameters, in the order of the groups."""
+        return [param for group in self._whole.param_groups for param in group["params"]]
+
+    def _places(self) -> list[tuple[int, Tensor]]:
+        return [(index, param) for index, group in enumerate(self._whole.param_groups) for param in group["params"]]
 
     def is_current(self) -> bool:
         """Whether the groups are still the objects and lengths that were last enrolled."""
@@ -74,7 +74,7 @@ class Roster:
             ValueError: if a parameter is listed twice, two share memory, another optimizer drives one of them,
                 or ``FullyShardedDataParallel`` does.
         """
-        members = _guards.listed_once(list(self.params()), self.name)
+        members = _guards.listed_once(self._places(), self.name)
         new = {key: member for key, member in members.items() if self._lacks_hook(key)}
         if new:
             _guards.check_distinct_memory([param for _, param in members.values()], self.name)

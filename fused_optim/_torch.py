@@ -45,6 +45,10 @@ never_compiled: Callable[[Function], Function] = getattr(torch, "_disable_dynamo
 compiled, an optimizer rounds otherwise. ``torch.compiler.disable`` would import dynamo while it decorates."""
 
 
+is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", None) or torch._utils.is_compiling
+"""Whether dynamo is tracing: cheaper to ask at every gradient than what ``never_compiled`` costs."""
+
+
 def at_end_of_pass(callback: Callable[[], None]) -> None:
     """Runs ``callback`` when the current backward pass has finished, before ``backward()`` returns."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

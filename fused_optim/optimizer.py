@@ -18,9 +18,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fused_optim import _guards, _torch
-from fused_optim._engine import Engine, Options, ParamHook
+from fused_optim._engine import Engine
 from fused_optim._norms import NormLedger
 from fused_optim._probe import needs_probe, probe
+from fused_optim._stepper import Options, ParamHook
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -120,7 +121,7 @@ class BackwardFusedOptimizer(Optimizer):
         draws = needs_probe(whole) and probe(whole, build)
         self._become(whole, options)
         if draws:
-            self._engine.unit.expect_draws()
+            self._engine.stepper.unit.expect_draws()
         self._engine.roster.hook_all()
 
     def _become(self, whole: Optimizer, options: Options) -> None:
@@ -324,14 +325,14 @@ class BackwardFusedOptimizer(Optimizer):
             >>> opt.step()
         """
         _guards.check_loss(loss)
-        own = [param for _, param in self._engine.roster.params()]
+        own = self._engine.roster.all()
         order = own if parameters is None else _guards.checked_order(list(parameters), own)
         return self._engine.measure_norm(loss, max_norm, NormLedger(norm_type), order, error_if_nonfinite)
 
     @property
     def grad_norm(self) -> Tensor | None:
         """Global 2-norm of the last round's gradients before clipping, with ``track_grad_norm=True``; else None."""
-        return self._engine.grad_norm
+        return self._engine.rounds.grad_norm
 
     def register_param_step_pre_hook(self, hook: ParamHook) -> RemovableHandle:
         """Registers ``hook(optimizer, param)``, called before each parameter is stepped.
@@ -341,7 +342,7 @@ class BackwardFusedOptimizer(Optimizer):
         Returns:
             A handle whose ``remove()`` takes the hook off.
         """
-        return _registered(self._engine.param_pre_hooks, hook)
+        return _registered(self._engine.stepper.pre_hooks, hook)
 
     def register_param_step_post_hook(self, hook: ParamHook) -> RemovableHandle:
         """Registers ``hook(optimizer, param)``, called after each parameter was stepped, its gradient still there.
@@ -349,7 +350,7 @@ class BackwardFusedOptimizer(Optimizer):
         Returns:
             A handle whose ``remove()`` takes the hook off.
         """
-        return _registered(self._engine.param_post_hooks, hook)
+        return _registered(self._engine.stepper.post_hooks, hook)
 
     def unfuse(self) -> None:
         """Takes the hooks off: an ordinary optimizer from here on, with the same groups and state."""

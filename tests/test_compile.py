@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -109,12 +110,17 @@ def test_a_model_compiled_by_inductor_is_exact() -> None:
     train(twins, [torch.compile(net) for net, _ in twins])
 
 
-def test_clipping_a_compiled_model_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Walking a graph twice takes this setting, and torch says so."""
-    if NEW:
-        import torch._functorch.config as config
+@pytest.fixture
+def graphs_may_be_walked_twice() -> Iterator[None]:
+    """Compiled graphs need a setting for that, and torch's own error says so."""
+    import torch._functorch.config as config
 
-        monkeypatch.setattr(config, "donated_buffer", False)
+    with config.patch(donated_buffer=False) if NEW else nullcontext():
+        yield
+
+
+@pytest.mark.usefixtures("graphs_may_be_walked_twice")
+def test_clipping_a_compiled_model_is_exact() -> None:
     twins = pair()
     forwards = [torch.compile(net, backend="aot_eager") for net, _ in twins]
     for seed in range(3):

@@ -681,3 +681,36 @@ def test_a_pending_gradient_after_a_round_that_moved_its_parameter_is_refused() 
         loss_of(twins.models[1], (2, 3), 0).backward()
     with pytest.raises(RuntimeError, match="MovingIdle counts rounds or moves parameters"):
         twins.fused.step()
+
+
+def test_a_weight_written_between_backward_and_step_is_refused() -> None:
+    def clamped(opt: Any, params: list[torch.nn.Parameter]) -> None:
+        for _ in range(2):
+            opt.zero_grad()
+            sum((param - 2).square().sum() for param in params).backward()
+            with torch.no_grad():
+                params[0].mul_(0.9)
+            opt.step()
+
+    plain_params, fused_params, loose_params = make_params(), make_params(), make_params()
+    clamped(torch.optim.SGD(plain_params, lr=0.1), plain_params)
+    with pytest.raises(RuntimeError, match="written in place between backward.* and opt.step"):
+        clamped(BackwardFusedOptimizer(torch.optim.SGD, fused_params, lr=0.1), fused_params)
+    clamped(BackwardFusedOptimizer(torch.optim.SGD, loose_params, lr=0.1, strict=False), loose_params)
+    assert not torch.equal(plain_params[0], loose_params[0])
+
+
+def test_a_step_after_loading_over_what_backward_did_is_refused() -> None:
+    params = make_params()
+    opt = BackwardFusedOptimizer(torch.optim.Adam, params, lr=0.1)
+    for _ in range(2):
+        sum(param.square().sum() for param in params).backward()
+        opt.step()
+    saved = opt.state_dict()
+    sum(param.square().sum() for param in params).backward()
+    opt.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match="after load_state_dict.*without a backward pass"):
+        opt.step()
+    opt.load_state_dict(saved)
+    sum(param.square().sum() for param in params).backward()
+    opt.step()

@@ -875,7 +875,7 @@ def test_gradients_are_freed_inside_backward() -> None:
 
 
 def test_only_one_large_gradient_exists_at_a_time() -> None:
-    params = [torch.nn.Parameter(torch.randn(300, 300)) for _ in range(6)]
+    params = [torch.nn.Parameter(torch.randn(600, 600)) for _ in range(6)]
     opt = BackwardFusedOptimizer(torch.optim.SGD, params, lr=0.1)
     alive: list[int] = []
     opt.register_param_step_pre_hook(lambda o, p: alive.append(sum(q.grad is not None for q in params)))

@@ -36,6 +36,7 @@ def a_param() -> nn.Parameter:
 KNOWN = {
     "torch._C._current_graph_task_id",
     "torch._foreach_norm",
+    "torch._utils.is_compiling",
     "torch.autograd.Variable._execution_engine",
     "torch.utils._foreach_utils",
     "torch.utils._python_dispatch",
@@ -431,3 +432,23 @@ def test_dispatch_modes_see_every_operator() -> None:
     with Watch():
         torch.bmm(torch.ones(1, 2, 2), torch.ones(1, 2, 2))
     assert torch.ops.aten.bmm in seen
+
+
+def test_is_compiling_is_false_outside_of_dynamo() -> None:
+    assert _torch.is_compiling() is False
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Rprop])
+def test_capture_check_is_what_a_step_asks_once(optimizer_class: type[torch.optim.Optimizer]) -> None:
+    """If the check were renamed, every unit would pay for it; if a step did more by that name, it would be lost."""
+    name = _torch.capture_check(optimizer_class)
+    assert name is not None
+    param = torch.nn.Parameter(torch.ones(2))
+    opt = optimizer_class([param], lr=0.1)  # type: ignore[call-arg]
+    asked: list[int] = []
+    setattr(opt, name, lambda: asked.append(1))
+    param.grad = torch.ones(2)
+    opt.step()
+    assert len(asked) <= 1
+    assert optimizer_class not in (torch.optim.Adam, torch.optim.AdamW) or asked == [1]
+    assert getattr(torch.optim.Adam, name)(torch.optim.Adam([param])) is None
