@@ -47,8 +47,7 @@ class Effort:
     Attributes:
         tensors: small parameters of part a.
         rounds: turns that every contender gets in parts a and guards.
-        pairs: turns that every contender gets in part b.
-        models: models of part b.
+        models: models of part b, and the turns that every contender gets with each.
         batches: batch sizes of part b.
         sizes: numbers of parameters of part c.
         groups: numbers of groups of part c.
@@ -56,14 +55,13 @@ class Effort:
 
     tensors: int = 1000
     rounds: int = 31
-    pairs: int = 21
-    models: tuple[str, ...] = ("resnet18", "vit_b_16", "gpt2")
+    models: tuple[tuple[str, int], ...] = (("resnet18", 21), ("vit_b_16", 9), ("gpt2", 9))
     batches: tuple[int, ...] = (1, 4)
     sizes: tuple[int, ...] = (100, 300, 1000, 3000, 10000)
     groups: tuple[int, ...] = (1, 4, 16, 64)
 
 
-QUICK = Effort(200, 7, 3, ("resnet18",), (1,), (100, 1000), (1, 8))
+QUICK = Effort(200, 7, (("resnet18", 3),), (1,), (100, 1000), (1, 8))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -282,10 +280,10 @@ def _training(name: str, batch: int, make: Callable[[nn.Module], Any]) -> Iterat
 def measure_iterations(effort: Effort) -> list[dict[str, Any]]:
     """Iterations of models with Adam: ours and the recipe over plain with the same flags."""
     rows = []
-    for name in effort.models:
+    for name, pairs in effort.models:
         for batch in effort.batches:
             for label, flags in FLAGS.items():
-                rows.append(_compare_iterations(name, batch, label, flags, effort.pairs))
+                rows.append(_compare_iterations(name, batch, label, flags, pairs))
                 progress("")
                 print(show_iterations(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     return rows
@@ -430,15 +428,15 @@ def draw_growth(pyplot: Any, results: list[dict[str, Any]]) -> None:
 # The guards
 
 
-def _nothing(_: Any) -> None:
+def _nothing(*_: Any) -> None:
     pass
 
 
-def _nothing_found(_: Any) -> dict[Any, Any]:
+def _empty(*_: Any) -> dict[Any, Any]:
     return {}
 
 
-def _true(_: Any) -> bool:
+def _true(*_: Any) -> bool:
     return True
 
 
@@ -448,14 +446,15 @@ def _without_guards() -> Iterator[None]:
 
     What is left are two comparisons a gradient, which tell whether it is the second one.
     """
-    from fused_optim import _engine, _guards, _roster, _torch
+    from fused_optim import _engine, _guards, _roster, _rounds, _torch
 
     nowhere = _torch.Surroundings(False, None)
     with (
-        mock.patch.multiple(_engine.Engine, _check_round=_nothing, _enrol_newcomers=_nothing, _reduced=_nothing_found),
-        mock.patch.multiple(_guards, view_of=_nothing_found),
-        mock.patch.multiple(_roster.Roster, is_current=_true),
+        mock.patch.multiple(_rounds.Rounds, check=_nothing, note_values=_nothing),
+        mock.patch.multiple(_engine.Engine, _enrol_newcomers=_nothing, _reduced=_empty),
         mock.patch.multiple(_engine, surroundings=lambda: nowhere),
+        mock.patch.multiple(_guards, view_of=_empty),
+        mock.patch.multiple(_roster.Roster, is_current=_true),
     ):
         yield
 
@@ -473,7 +472,7 @@ def measure_guards(effort: Effort) -> dict[str, Any]:
     iterate = _ours(fused=True)(_small_params(effort.tensors))
     small = _turns({"with": iterate, "without": _unguarded(iterate)}, effort.rounds)
     network = _training("resnet18", 1, lambda model: _fused_adam(model.parameters()))
-    resnet = _turns({"with": network, "without": _unguarded(network)}, effort.pairs)
+    resnet = _turns({"with": network, "without": _unguarded(network)}, effort.rounds)
     return {
         "microseconds": quartiles(
             (own - bare) / effort.tensors * 1e6 for own, bare in zip(small["with"], small["without"])

@@ -104,7 +104,7 @@ def private_copy(value: Any, memo: Memo) -> Any:
     known = memo.get(id(value))
     if known is not None:
         return known
-    if isinstance(value, _IMMUTABLE) or isinstance(value, (torch.nn.Module, type)):
+    if isinstance(value, (*_IMMUTABLE, torch.nn.Module, type)):
         return value
     if isinstance(value, Tensor):
         return value if isinstance(value, torch.nn.Parameter) or value.requires_grad else value.clone()

@@ -46,8 +46,9 @@ def loss_of(params: Sequence[Tensor], used: Iterable[int], seed: int) -> Tensor:
 def assert_equal(first: Any, second: Any, where: str = "") -> None:
     """Equal bit for bit: same kinds, dtypes, shapes and values, inside containers too; NaN equals NaN."""
     if isinstance(first, Tensor) or isinstance(second, Tensor):
-        assert isinstance(first, Tensor) and isinstance(second, Tensor), where
-        assert first.dtype == second.dtype and first.layout == second.layout, where
+        assert isinstance(first, Tensor), where
+        assert isinstance(second, Tensor), where
+        assert (first.dtype, first.layout) == (second.dtype, second.layout), where
         assert torch.equal(_bits(first), _bits(second)), f"{where}: {first} != {second}"
         return
     assert type(first) is type(second), f"{where}: {first!r} is not of the type of {second!r}"
