@@ -251,6 +251,7 @@ def draw_cost(pyplot: Any, results: dict[str, Any]) -> None:
     colors = ["tab:blue" if name.startswith(OURS) else "tab:gray" for name in cost]
     bars = axes.barh(list(cost), [median for _, median, _ in cost.values()], color=colors)
     axes.bar_label(bars, fmt="%.1f", padding=3)
+    axes.margins(x=0.1)
     axes.set_xlabel("microseconds a small parameter")
 
 

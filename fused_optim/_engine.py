@@ -55,6 +55,7 @@ class Engine:
         self._cap_bytes = options.bucket_cap_mb * 2**20
         self._accumulating = 0
         self._kept = False
+        self._heard = True
         self._zeroed_at = -1
         self._discarded = False
         self._warned_idle = False
@@ -73,6 +74,7 @@ class Engine:
         if task < 0:
             # Called by hand, as pipeline schedules do, which may change the gradient after: step() applies it.
             return Pass(Engine._keep, False, {})
+        self._heard = True
         if not self.roster.is_current():
             self.roster.enrol()
         around = surroundings()
@@ -235,6 +237,7 @@ class Engine:
                     _torch.note_step_called(self.whole)
             finally:
                 self._kept = False
+                self._heard = True
                 self.rounds.end()
 
     def _check_round(self, lost: str | None) -> None:
@@ -338,13 +341,22 @@ class Engine:
             if self.rounds.fused and self.rounds.calls_step and self.options.strict:
                 self.rounds.end()
                 raise RuntimeError(_guards.DISCARDS_APPLIED)
-            if not self.roster.is_current():
-                self.roster.enrol()
+            self._look_for_unseen()
             self.whole.zero_grad(set_to_none=set_to_none)
-            self._kept = self.rounds.reloaded = False
+            self._kept = self._heard = self.rounds.reloaded = False
             self._zeroed_at = -1 if set_to_none else self.rounds.backward
             if set_to_none:
                 self.rounds.generation += 1
+
+    def _look_for_unseen(self) -> None:
+        """Warns of gradients that no hook has reported, in a loop where no ``step()`` would find them."""
+        self._enrol_newcomers()
+        if self._heard or self._kept or not self.roster.hooked:
+            return
+        unseen = [param for _, params in self._pending() for param in params]
+        if unseen:
+            self._rehook(unseen)
+            warn_outside(_guards.unseen_gradients(self.roster.name(unseen[0])))
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:

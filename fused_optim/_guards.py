@@ -99,6 +99,16 @@ def unfinished_backward(name: str) -> str:
     )
 
 
+def unseen_gradients(name: str) -> str:
+    """The warning for gradients that ``zero_grad()`` finds, and that neither a hook nor ``step()`` has seen."""
+    return (
+        f"zero_grad() drops gradients, of {name} and perhaps others, that were never applied: the hooks did not see "
+        "them, because the parameters were converted or replaced after the optimizer was built (by fully_shard(), or "
+        "by model.to() under torch.__future__.set_swap_module_params_on_conversion()). From here on they are seen; "
+        "build the optimizer after such a conversion. Gradients set by hand are applied by opt.step()."
+    )
+
+
 def cut_into_rounds(optimizer_class: str) -> str:
     """The message for a first round of several backward passes, each taken for a round of its own."""
     return (

@@ -178,12 +178,12 @@ class IsolatedUnit:
                 by_group.setdefault(index, []).append(self._params[key])
         self._waiting = {}
         for index, params in by_group.items():
+            self._lend(index, params)
             # Some classes refuse a step in which nothing has a gradient; in the ordinary step something has.
             with contextlib.suppress(Exception):
-                self._lend(index, params)
                 self._step(self.optimizer)
                 self._take_back(params)
-                self._collect()
+            self._collect()
 
     def _lend(self, group_index: int, params: list[Tensor]) -> None:
         # Every group is there, because classes index lists of their own by the position of a group.

@@ -714,3 +714,41 @@ def test_a_step_after_loading_over_what_backward_did_is_refused() -> None:
     opt.load_state_dict(saved)
     sum(param.square().sum() for param in params).backward()
     opt.step()
+
+
+@pytest.mark.skipif(not hasattr(torch.__future__, "set_swap_module_params_on_conversion"), reason="cannot swap")
+def test_zero_grad_warns_of_gradients_that_no_hook_saw_and_the_next_ones_are_applied() -> None:
+    model = nn.Linear(3, 2)
+    opt = BackwardFusedOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    opt.zero_grad()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to(torch.float64)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+    assert torch.equal(model.weight, before)
+    with pytest.warns(UserWarning, match="zero_grad.. drops gradients.*never applied"):
+        opt.zero_grad()
+    model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+    assert not torch.equal(model.weight, before)
+    opt.zero_grad()
+
+
+def test_zero_grad_is_silent_about_gradients_that_were_seen() -> None:
+    params = make_params()
+    opt = BackwardFusedOptimizer(torch.optim.SGD, params, lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.zero_grad()
+        for param in params:
+            param.grad = torch.ones_like(param)
+        opt.step()
+        opt.zero_grad()
+        with opt.accumulate():
+            loss_of(params, range(len(params)), 0).backward()
+        opt.zero_grad()
+        loss_of(params, range(len(params)), 0).backward()
+        opt.zero_grad()
