@@ -18,15 +18,6 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-_VARIANTS = {
-    "default": "Adam, default",
-    "foreach": "Adam, `foreach=False`",
-    "fused": "Adam, `fused=True`",
-    "recipe": "the bare per-parameter recipe",
-    "ours": "**`BackwardFusedOptimizer`**",
-}
-
-
 def load(name: str) -> dict[str, Any]:
     """The figures of one benchmark, by the name of its file."""
     data: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
@@ -40,7 +31,70 @@ def markdown(rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in (head, rule, *body))
 
 
-TABLES: dict[str, Callable[[], str]] = {}
+def memory() -> str:
+    """Peak memory of ViT-L/16 in every way to train it."""
+    data = load("memory_vit_l_16_adam_batch1_cpu")
+    rows = [["ViT-L/16, batch 1, Adam: GB at the peak", "resident", "resident, freed memory returned", "live"]]
+    for variant, result in data["results"].items():
+        name = _VARIANTS[variant]
+        sizes = (result["resident"], result["resident_returning"], result["live"]["total"])
+        rows.append([name, *(f"{size / 1e9:.2f}" for size in sizes)])
+    return f"{markdown(rows)}\n{_source(data, data['versions']['torch'], data['device'])}"
+
+
+_VARIANTS = {
+    "default": "ordinary, default flags",
+    "foreach=False": "ordinary, `foreach=False`",
+    "fused=True": "ordinary, `fused=True`",
+    "recipe": "an optimizer and a hook for each parameter",
+    "BackwardFusedOptimizer": "**`BackwardFusedOptimizer`**",
+}
+
+
+def cost() -> str:
+    """What a small parameter costs."""
+    data = load("speed_cost")
+    found = data["results"]["microseconds"]
+    rows = [["microseconds a parameter (1,000 of 64 elements)", "median", "quartiles"]]
+    rows += [[_code(name), f"{middle:.1f}", f"{low:.1f} to {high:.1f}"] for name, (low, middle, high) in found.items()]
+    return f"{markdown(rows)}\n{_source(data, data['torch'], data['processor'])}"
+
+
+def iterations() -> str:
+    """Whole iterations over the ordinary optimizer's."""
+    data = load("speed_iterations")
+    rows = [["one iteration, Adam, over the ordinary one with the same flags", "ordinary", "recipe", "fused_optim"]]
+    for row in data["results"]:
+        name = f"{row['model']}, batch {row['batch']}, {row['flags']}"
+        plain = f"{row['plain_seconds'][1] * 1e3:.0f} ms"
+        rows.append([name, plain, _ratio(row["recipe_ratio"]), _ratio(row["ours_ratio"])])
+    return f"{markdown(rows)}\n{_source(data, data['torch'], data['processor'])}"
+
+
+def digits() -> str:
+    """The worked example."""
+    data = load("digits")
+    rows = [["", "test accuracy", "seconds"]]
+    rows += [[f"`{name}`", f"{data['accuracy'][name]:.1%}", f"{data['seconds'][name]:.0f}"] for name in data["accuracy"]]
+    text = f"{len(data['losses'])} losses, all weights and all state are equal, bit for bit."
+    return f"{markdown(rows)}\n{text} {_source(data, data['torch'], data['processor'])}"
+
+
+def _ratio(figures: list[float]) -> str:
+    low, median, high = figures
+    return f"{median:.2f} ({low:.2f} to {high:.2f})"
+
+
+def _code(name: str) -> str:
+    return f"`{name}`" if not name.startswith("recipe") else name
+
+
+def _source(data: dict[str, Any], version: str, device: str) -> str:
+    version = version.partition("+")[0]
+    return f"Measured with `{data['command']}`: PyTorch {version}, {device}, {data['threads']} threads, {data['date']}.\n"
+
+
+TABLES: dict[str, Callable[[], str]] = {"memory": memory, "cost": cost, "iterations": iterations, "digits": digits}
 
 
 def rendered(text: str) -> str:
