@@ -75,7 +75,7 @@ def digits() -> str:
     """The worked example."""
     data = load("digits")
     rows = [["", "test accuracy", "seconds"]]
-    rows += [[f"`{name}`", f"{data['accuracy'][name]:.1%}", f"{data['seconds'][name]:.0f}"] for name in data["accuracy"]]
+    rows += [[f"`{name}`", f"{share:.1%}", f"{data['seconds'][name]:.0f}"] for name, share in data["accuracy"].items()]
     text = f"{len(data['losses'])} losses, all weights and all state are equal, bit for bit."
     return f"{markdown(rows)}\n{text} {_source(data, data['torch'], data['processor'])}"
 
@@ -91,7 +91,8 @@ def _code(name: str) -> str:
 
 def _source(data: dict[str, Any], version: str, device: str) -> str:
     version = version.partition("+")[0]
-    return f"Measured with `{data['command']}`: PyTorch {version}, {device}, {data['threads']} threads, {data['date']}.\n"
+    conditions = f"PyTorch {version}, {device}, {data['threads']} threads, {data['date']}"
+    return f"Measured with `{data['command']}`: {conditions}.\n"
 
 
 TABLES: dict[str, Callable[[], str]] = {"memory": memory, "cost": cost, "iterations": iterations, "digits": digits}
