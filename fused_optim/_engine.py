@@ -376,6 +376,16 @@ class Engine:
             self.rounds.reloaded = replaces
             self.roster.enrol()
 
+    def skips_overflow(self) -> bool:
+        """Ends a round that overflowed by letting the scaler skip its ``step()``, as it does for an ordinary one."""
+        if not (self.rounds.overflowed or self.stepper.overflowed):
+            return False
+        if not self.stepper.reports_overflow(self.roster.all()[0].device):
+            return False
+        self.rounds.calls_step = True
+        self.rounds.end()
+        return True
+
     def has_fused_steps(self) -> bool:
         """Whether parameters were stepped in backward since the last ``step()``."""
         return self.rounds.fused or self.rounds.overflowed

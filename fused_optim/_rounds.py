@@ -131,6 +131,7 @@ class Rounds:
         self.fused = self.overflowed = self.reloaded = False
         self.interval += 1
         self._stepper.clip = None
+        self._stepper.overflowed = False
         self._start_interval()
 
     # Whether it can be what an ordinary step() would have done

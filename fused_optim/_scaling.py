@@ -17,10 +17,12 @@ class ScaledRun:
 
     def __init__(self, params: list[Tensor], step: Callable[[], None]) -> None:
         self.param_groups: list[dict[str, Any]] = [{"params": params}]
+        self.stepped = False
         self._step = step
 
     def step(self) -> None:
         """Called by ``GradScaler.step`` if no gradient of the run is infinite or NaN."""
+        self.stepped = True
         self._step()
 
     def release(self) -> None:
@@ -39,6 +41,7 @@ class KernelScaledRun(ScaledRun):
 
     def step(self) -> None:
         """Called by ``GradScaler.step``, which has put ``grad_scale`` and ``found_inf`` on this object."""
+        self.stepped = True
         lend_scale(self, self._optimizer, self._step)
 
 

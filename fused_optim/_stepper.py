@@ -41,6 +41,7 @@ class Stepper:
 
     Attributes:
         unit: does the stepping.
+        overflowed: whether a run of the round was not stepped because a gradient of it overflowed.
         clip: the factor for all gradients of the round, once it is measured; a scalar tensor.
         norms: norms of the gradients of the round, with ``track_grad_norm``.
         pre_hooks, post_hooks: called around the step of each parameter.
@@ -48,6 +49,7 @@ class Stepper:
 
     def __init__(self, owner: weakref.ref[Any], whole: Optimizer, options: Options) -> None:
         self.unit = units_of(whole)
+        self.overflowed = False
         self.clip: Tensor | None = None
         self.norms = NormLedger(2.0)
         self.pre_hooks: OrderedDict[int, ParamHook] = OrderedDict()
@@ -89,6 +91,14 @@ class Stepper:
             step()
         self._fire(self.post_hooks, params)
 
+    def reports_overflow(self, device: torch.device) -> bool:
+        """Lets the scaler know that the round is to be skipped, unless it leaves that to the optimizer's kernel."""
+        scaler = self._options.scaler()
+        if scaler is None or getattr(self._whole, "_step_supports_amp_scaling", False):
+            return False
+        _torch.report_overflow(scaler, self._owner(), device)
+        return True
+
     def unscales_finite(self, param: Tensor) -> bool:
         """Has the scaler unscale the gradient of ``param``; returns whether it did not overflow."""
         scaler = self._options.scaler()
@@ -126,6 +136,7 @@ class Stepper:
         ready[:] = self._prepare(ready)
         if ready:
             scaler.step(run)
+            self.overflowed |= not run.stepped
             self._fire(self.post_hooks, ready)
         run.release()
 

@@ -156,6 +156,13 @@ def overflow_if_unscaled(scaler: Any, optimizer: Any) -> bool | None:
     return any(bool(found) for found in books["found_inf_per_device"].values())
 
 
+def report_overflow(scaler: Any, optimizer: Any, device: torch.device) -> None:
+    """Has ``scaler.step(optimizer)`` skip the step, as if ``unscale_(optimizer)`` had found an overflow."""
+    books = scaler._per_optimizer_states[id(optimizer)]
+    books["stage"] = type(books["stage"]).UNSCALED
+    books["found_inf_per_device"] = {device: torch.ones((), device=device)}
+
+
 def grad_norm(grad: Tensor, norm_type: float) -> Tensor:
     """Norm of one gradient by the very kernel that ``torch.nn.utils.clip_grad_norm_`` picks for it."""
     grad = grad.detach()

@@ -367,6 +367,8 @@ class BackwardFusedOptimizer(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Asked by ``GradScaler.step``: whether gradients were, or will be, unscaled here rather than there."""
+        if self._engine.skips_overflow():
+            return False
         return self._engine.has_fused_steps() or getattr(self._whole, "_step_supports_amp_scaling", False)
 
     # Copies

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from twins import Twins, assert_equal, assert_no_gradients, loss_of
+from twins import Twins, assert_equal, assert_no_gradients, loss_of, make_params
+
+from fused_optim import BackwardFusedOptimizer
 
 if not hasattr(torch.amp, "GradScaler"):
     pytest.skip("before 2.3 torch has no GradScaler for CPUs", allow_module_level=True)
@@ -355,3 +357,30 @@ def test_the_scaler_holds_no_parameter_after_update() -> None:
     assert not twins.scalers[1]._per_optimizer_states
 
 
+
+
+@pytest.mark.parametrize("measured", [True, False], ids=["measured", "in backward"])
+def test_scaler_calls_step_after_an_overflow_no_more_than_it_does_for_the_ordinary_optimizer(measured: bool) -> None:
+    """A framework that counts the calls holds the schedule back when there was none."""
+    calls: dict[str, list[int]] = {"plain": [], "fused": []}
+    for kind in calls:
+        params = make_params()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+        options: dict[str, Any] = {"grad_scaler": scaler} if kind == "fused" else {}
+        build = BackwardFusedOptimizer if kind == "fused" else lambda cls, *args, **kwargs: cls(*args, **kwargs)
+        opt = build(torch.optim.SGD, params, lr=0.1, **options)
+        opt.register_step_post_hook(lambda *_, kind=kind: calls[kind].append(1))
+        for seed in range(4):
+            opt.zero_grad()
+            factor = 2.0**20 if seed % 2 else 2.0**-110
+            loss = scaler.scale(loss_of(params, range(len(params)), seed).float() * factor)
+            if measured and kind == "fused":
+                opt.clip_grad_norm_(loss, 1.0)
+            loss.backward()
+            if measured and kind == "plain":
+                scaler.unscale_(opt)
+                torch.nn.utils.clip_grad_norm_(params, 1.0)
+            scaler.step(opt)
+            scaler.update()
+    assert calls["plain"] == calls["fused"]
+    assert 0 < len(calls["plain"]) < 4
