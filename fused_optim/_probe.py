@@ -46,7 +46,7 @@ def probe(whole: Optimizer, build: Build) -> bool:
         ValueError: if the results differ, or the class needs a closure or gradients of gradients. A class
             that cannot be built or stepped on the tiny parameters is not refused for that.
     """
-    with _quietly():
+    with _quietly(), torch.no_grad():
         twins = _twins(whole, build)
         if twins is None:
             return False

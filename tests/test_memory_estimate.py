@@ -195,7 +195,10 @@ def test_an_optimizer_without_foreach() -> None:
                     if parameter.grad is not None:
                         parameter.data.add_(parameter.grad, alpha=-group["lr"])
 
-    figures = memory.estimate(mlp, Plain, torch.zeros(1, 200))
+    def large() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(200, 2000), torch.nn.Linear(2000, 600))
+
+    figures = memory.estimate(large, Plain, torch.zeros(1, 200))
     assert figures.foreach_false is None
     assert "-" in str(figures).splitlines()[1]
     assert figures.fused.peak.total < figures.plain.peak.total
