@@ -68,10 +68,15 @@ def failing_once(rank: int) -> None:
     assert ranks_agree(results[1]["weights"])
 
 
+def ready(rank: int) -> None:
+    """Nothing but proof that the ranks are there: importing torch is not to count."""
+
+
 @pytest.mark.parametrize("scenario", [differing, dying])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_rank_raises(scenario: Any, kind: str) -> None:
     world = World(2)
+    world.run(ready)
     started = time.monotonic()
     outcomes = world.outcomes(scenario, kind, seconds=LIMIT, grace=COLLECTIVE_SECONDS)
     world.close()
@@ -94,7 +99,7 @@ def fails_on_one_rank(rank: int) -> None:
     torch.distributed.barrier()
 
 
-def test_the_helper_shows_errors_of_any_rank_and_leaves_no_process() -> None:
+def test_the_launcher_shows_errors_of_any_rank_and_leaves_no_process() -> None:
     before = set(multiprocessing.active_children())
     world = World(2)
     with pytest.raises(AssertionError, match="only here") as caught:

@@ -17,6 +17,8 @@ import torch.distributed as dist
 HOST = "127.0.0.1"
 COLLECTIVE_SECONDS = 20
 """After so long a rank that waits for the others raises."""
+START_SECONDS = 180
+"""So long the ranks may take to import torch and find each other, on a busy machine."""
 
 
 class WorldError(AssertionError):
@@ -37,7 +39,7 @@ class World:
         self._store: dist.TCPStore | None = None
 
     def run(
-        self, function: Callable[..., Any], *args: Any, seconds: float = 60, grace: float = 5
+        self, function: Callable[..., Any], *args: Any, seconds: float = START_SECONDS, grace: float = 5
     ) -> list[Any]:
         """Calls ``function(rank, *args)`` on every rank and returns what they returned.
 
@@ -52,7 +54,7 @@ class World:
         return [result for result, _ in outcomes]
 
     def outcomes(
-        self, function: Callable[..., Any], *args: Any, seconds: float = 60, grace: float = 5
+        self, function: Callable[..., Any], *args: Any, seconds: float = START_SECONDS, grace: float = 5
     ) -> list[tuple[Any, str | None]]:
         """As :meth:`run`, but returns (result, error) of every rank; error is None where all went well.
 
@@ -116,6 +118,9 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.TCPStore(HOST, port, None, False)
+    # On a busy machine one rank may need much longer than the other to import torch.
+    store.set(f"rank {rank}", "here")
+    store.wait([f"rank {each}" for each in range(size)], datetime.timedelta(seconds=START_SECONDS))
     limit = datetime.timedelta(seconds=COLLECTIVE_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     # os._exit(), as a rank that ends must not wait for the others while it tidies up.

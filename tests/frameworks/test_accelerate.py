@@ -288,8 +288,8 @@ def test_schedule_free_modes_reach_the_optimizer_through_the_wrapper() -> None:
 @pytest.mark.parametrize("steps", [1, 2])
 def test_two_processes(world: World, steps: int) -> None:
     """``prepare`` wraps the model in DistributedDataParallel after the optimizer was built."""
-    plain = world.run(train_on_rank, plain_adamw, steps, seconds=90)
-    fused = world.run(train_on_rank, fused_adamw, steps, seconds=90)
+    plain = world.run(train_on_rank, plain_adamw, steps, seconds=240)
+    fused = world.run(train_on_rank, fused_adamw, steps, seconds=240)
     assert_same_ranks(plain, fused)
     assert not any(fused[0]["held"] + fused[1]["held"])
     assert fused[0]["losses"] != fused[1]["losses"]
@@ -300,7 +300,7 @@ def test_two_processes_sharded(world: World) -> None:
 
     No hook is on them yet in the first backward pass, so that ``step()`` applies its gradients.
     """
-    plain = world.run(train_sharded_on_rank, plain_adamw, seconds=90)
-    fused = world.run(train_sharded_on_rank, fused_adamw, seconds=90)
+    plain = world.run(train_sharded_on_rank, plain_adamw, seconds=240)
+    fused = world.run(train_sharded_on_rank, fused_adamw, seconds=240)
     assert_same_ranks(plain, fused)
     assert [rank["held"] for rank in fused] == [[True] + 5 * [False]] * 2

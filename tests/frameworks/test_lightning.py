@@ -263,8 +263,8 @@ def test_a_module_is_not_fitted_again_while_its_first_optimizer_drives_it(tmp_pa
 @pytest.mark.parametrize("batches", [1, 2])
 def test_two_processes(world: World, batches: int) -> None:
     """Lightning wraps the model in DistributedDataParallel before the optimizer is built."""
-    plain = world.run(fit_on_rank, plain_adamw, batches, seconds=90)
-    fused = world.run(fit_on_rank, fused_adamw, batches, seconds=90)
+    plain = world.run(fit_on_rank, plain_adamw, batches, seconds=240)
+    fused = world.run(fit_on_rank, fused_adamw, batches, seconds=240)
     assert_same_ranks(plain, fused)
     assert not any(fused[0]["held"] + fused[1]["held"])
     assert fused[0]["losses"] != fused[1]["losses"]

@@ -291,8 +291,8 @@ def test_a_second_trainer_of_a_model_needs_the_first_optimizer_unfused(tmp_path:
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_two_processes(world: World, steps: int) -> None:
-    plain = world.run(train_on_rank, ADAMW, steps, seconds=90)
-    fused = world.run(train_on_rank, FusedAdamW, steps, seconds=90)
+    plain = world.run(train_on_rank, ADAMW, steps, seconds=240)
+    fused = world.run(train_on_rank, FusedAdamW, steps, seconds=240)
     assert_same_ranks(plain, fused)
     assert not any(fused[0]["held"] + fused[1]["held"])
 
