@@ -97,8 +97,15 @@ class Recipe:
     def __init__(
         self, optimizer_class: type[torch.optim.Optimizer], params: Iterable[Tensor], **kwargs: Any
     ) -> None:
-        for param in params:
+        self._handles = [
             param.register_post_accumulate_grad_hook(self._hook(optimizer_class([param], **kwargs)))
+            for param in params
+        ]
+
+    def remove(self) -> None:
+        """Takes the hooks off: they hold optimizers that hold parameters, where no garbage collector looks."""
+        for handle in self._handles:
+            handle.remove()
 
     @staticmethod
     def _hook(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:

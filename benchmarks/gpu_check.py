@@ -235,7 +235,14 @@ def _peak(name: str, flags: dict[str, Any], device: str) -> float:
         loss().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return (torch.cuda.max_memory_allocated() - before) / MIB
+    peak = torch.cuda.max_memory_allocated() - before
+    _release(optimizer)
+    return peak / MIB
+
+
+def _release(optimizer: Any) -> None:
+    if isinstance(optimizer, Recipe):
+        optimizer.remove()
 
 
 # Speed
@@ -255,7 +262,9 @@ def measure_speed(device: str, turns: int = 15) -> dict[str, tuple[float, float,
 
 
 def _iteration_seconds(name: str, flags: dict[str, Any], device: str, turns: int) -> dict[str, list[float]]:
-    iterations = {key: _iteration(name, key, flags, device) for key in CONTENDERS}
+    models = {key: _network(name, device) for key in CONTENDERS}
+    optimizers = {key: _contenders(list(models[key].parameters()), flags)[key]() for key in CONTENDERS}
+    iterations = {key: _iteration(name, models[key], optimizers[key], device) for key in CONTENDERS}
     seconds: dict[str, list[float]] = {key: [] for key in iterations}
     for turn in range(turns):
         for key in list(iterations) if turn % 2 else reversed(list(iterations)):
@@ -265,14 +274,17 @@ def _iteration_seconds(name: str, flags: dict[str, Any], device: str, turns: int
             iterations[key]()
             torch.cuda.synchronize()
             seconds[key].append(time.perf_counter() - start)
+    _release(optimizers["recipe"])
     return seconds
 
 
-def _iteration(name: str, contender: str, flags: dict[str, Any], device: str) -> Callable[[], None]:
+def _network(name: str, device: str) -> nn.Module:
     torch.manual_seed(0)
-    model = GPT2().to(device) if name == "gpt2" else classifier(name, device)
+    return GPT2().to(device) if name == "gpt2" else classifier(name, device)
+
+
+def _iteration(name: str, model: nn.Module, optimizer: Any, device: str) -> Callable[[], None]:
     loss = loss_of(name, model, 4, device)
-    optimizer = _contenders(list(model.parameters()), flags)[contender]()
 
     def iterate() -> None:
         loss().backward()

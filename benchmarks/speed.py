@@ -11,6 +11,7 @@ Example:
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import sys
 import time
@@ -70,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     torch.set_num_threads(1)
     effort = QUICK if options.quick else Effort()
+    if options.batch:
+        effort = dataclasses.replace(effort, batches=tuple(options.batch))
     for part in options.part or PARTS:
         measure, show, draw, stem = _PARTS[part]
         results = measure(effort)
@@ -85,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Time of stepping inside backward, in four parts.")
     parser.add_argument("--part", action="append", choices=PARTS, help="only this part; may be repeated")
     parser.add_argument("--quick", action="store_true", help="a few turns of each, to see that it works")
+    parser.add_argument("--batch", action="append", type=int, help="only this batch in part b; may be repeated")
     return parser
 
 
@@ -265,10 +269,8 @@ def _network(name: str) -> nn.Module:
     return GPT2()
 
 
-def _training(name: str, batch: int, make: Callable[[nn.Module], Any]) -> Iteration:
-    model = _network(name)
+def _training(name: str, batch: int, optimizer: Any, model: nn.Module) -> Iteration:
     loss = loss_of(name, model, batch)
-    optimizer = make(model)
 
     def iterate() -> None:
         loss().backward()
@@ -301,11 +303,8 @@ def _compare_iterations(name: str, batch: int, label: str, flags: dict[str, Any]
     for _ in names:
         # Which contender the heap suits best is luck, and lasts as long as they do: each comes first once.
         names.append(names.pop(0))
-        contenders = {key: _training(name, batch, makers[key]) for key in names}
-        for key, values in _turns(contenders, max(2, pairs // len(names))).items():
+        for key, values in _one_build(name, batch, {key: makers[key] for key in names}, pairs).items():
             seconds[key] += values
-        del contenders
-        gc.collect()
     plain = seconds["plain"]
     return {
         "model": name,
@@ -316,6 +315,17 @@ def _compare_iterations(name: str, batch: int, label: str, flags: dict[str, Any]
         "recipe_ratio": quartiles(own / base for own, base in zip(seconds["recipe"], plain)),
         "ours_ratio": quartiles(own / base for own, base in zip(seconds["ours"], plain)),
     }
+
+
+def _one_build(
+    name: str, batch: int, makers: dict[str, Callable[[nn.Module], Any]], pairs: int
+) -> dict[str, list[float]]:
+    models = {key: _network(name) for key in makers}
+    optimizers = {key: make(models[key]) for key, make in makers.items()}
+    contenders = {key: _training(name, batch, optimizers[key], models[key]) for key in makers}
+    seconds = _turns(contenders, max(2, pairs // len(makers)))
+    optimizers["recipe"].remove()
+    return seconds
 
 
 def show_iterations(results: list[dict[str, Any]]) -> str:
@@ -472,7 +482,8 @@ def measure_guards(effort: Effort) -> dict[str, Any]:
     """The time of the guards: microseconds a small parameter, and their share of an iteration of ResNet-18."""
     iterate = _ours(fused=True)(_small_params(effort.tensors))
     small = _turns({"with": iterate, "without": _unguarded(iterate)}, effort.rounds)
-    network = _training("resnet18", 1, lambda model: _fused_adam(model.parameters()))
+    model = _network("resnet18")
+    network = _training("resnet18", 1, _fused_adam(model.parameters()), model)
     resnet = _turns({"with": network, "without": _unguarded(network)}, effort.rounds)
     return {
         "microseconds": quartiles(

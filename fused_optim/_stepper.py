@@ -41,6 +41,7 @@ class Stepper:
 
     Attributes:
         unit: does the stepping.
+        steps_whole: whether the whole itself is being stepped, as an ordinary optimizer.
         overflowed: whether a run of the round was not stepped because a gradient of it overflowed.
         clip: the factor for all gradients of the round, once it is measured; a scalar tensor.
         norms: norms of the gradients of the round, with ``track_grad_norm``.
@@ -49,6 +50,7 @@ class Stepper:
 
     def __init__(self, owner: weakref.ref[Any], whole: Optimizer, options: Options) -> None:
         self.unit = units_of(whole)
+        self.steps_whole = False
         self.overflowed = False
         self.clip: Tensor | None = None
         self.norms = NormLedger(2.0)
@@ -85,10 +87,14 @@ class Stepper:
         params = self._prepare(params)
         step = partial(_torch.unprofiled_step(type(self._whole)), self._whole)
         owner = self._owner()
-        if owner is not None and "grad_scale" in vars(owner):
-            lend_scale(owner, self._whole, step)
-        else:
-            step()
+        self.steps_whole = True
+        try:
+            if owner is not None and "grad_scale" in vars(owner):
+                lend_scale(owner, self._whole, step)
+            else:
+                step()
+        finally:
+            self.steps_whole = False
         self._fire(self.post_hooks, params)
 
     def reports_overflow(self, device: torch.device) -> bool:

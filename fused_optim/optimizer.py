@@ -413,8 +413,10 @@ def _refuse_step(
 ) -> None:
     """A step pre-hook of an optimizer that was taken over."""
     engine = getattr(fused(), "_engine", None)
-    # Both share their hooks, and only one of the two may step.
-    if engine is not None and optimizer is engine.whole and engine.roster.hooked:
+    # Both share their hooks, and only one of the two may step. A class may fire them from within its step, too.
+    if engine is None or optimizer is not engine.whole or engine.stepper.steps_whole:
+        return
+    if engine.roster.hooked:
         raise RuntimeError(_guards.taken_over(type(optimizer).__name__))
 
 

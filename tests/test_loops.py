@@ -931,3 +931,25 @@ def with_closure(params: list[torch.nn.Parameter], opt: Optimizer, seed: int) ->
 def without_gradient(params: list[torch.nn.Parameter], opt: Optimizer, seed: int) -> None:
     opt.zero_grad()
     opt.step()
+
+
+class CallsItsParent(torch.optim.SGD):
+    """Its parent's step fires the step hooks of the instance once more."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+def test_a_class_that_calls_its_parents_step_can_be_taken_over() -> None:
+    plain_params, fused_params = make_params(), make_params()
+    plain = CallsItsParent(plain_params, lr=0.1)
+    fused = BackwardFusedOptimizer.from_optimizer(CallsItsParent(fused_params, lr=0.1))
+    for seed in range(3):
+        for params, opt in ((plain_params, plain), (fused_params, fused)):
+            opt.zero_grad()
+            for param in params if seed == 1 else []:
+                param.grad = torch.ones_like(param)
+            if seed != 1:
+                loss_of(params, range(len(params)), seed).backward()
+            opt.step()
+        assert_twins(plain, fused)
