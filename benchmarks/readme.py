@@ -34,7 +34,8 @@ def markdown(rows: list[list[str]]) -> str:
 def memory() -> str:
     """Peak memory of ViT-L/16 in every way to train it."""
     data = load("memory_vit_l_16_adam_batch1_cpu")
-    rows = [["ViT-L/16, batch 1, Adam: GB at the peak", "resident", "resident, freed memory returned", "live", "s/iteration"]]
+    head = ["ViT-L/16, batch 1, Adam: GB at the peak", "resident", "resident, freed memory returned", "live"]
+    rows = [[*head, "s/iteration"]]
     for variant, result in data["results"].items():
         name = _VARIANTS[variant]
         sizes = (result["resident"], result["resident_returning"], result["live"]["total"])
