@@ -150,8 +150,8 @@ def when_outer_pass_continues(node: torch.autograd.graph.Node, callback: Callabl
 
 
 def stream_of(param: Tensor) -> Any:
-    """The stream a hook of ``param`` runs on: gradients of different streams must not be stepped together."""
-    return torch.cuda.current_stream(param.device) if param.is_cuda else None
+    """The stream a hook of ``param``, on CUDA, runs on: gradients of different streams must not be stepped together."""
+    return torch.cuda.current_stream(param.device)
 
 
 pass_id = _torch.graph_task_id

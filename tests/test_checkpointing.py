@@ -11,25 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
-from twins import assert_no_gradients, assert_twins
+from twins import Counting, assert_no_gradients, assert_twins
 
 from fused_optim import BackwardFusedOptimizer
-
-
-class Counting(Optimizer):
-    """Divides its rate by a counter in the group, so that a round too many shows in the weights."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "k": 0})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        for group in self.param_groups:
-            group["k"] += 1
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.sub_(param.grad, alpha=group["lr"] / group["k"])
-
 
 Block = nn.Sequential
 Run = Callable[[list[Block], Tensor], Tensor]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from twins import assert_no_gradients, assert_twins
+from twins import Counting, assert_no_gradients, assert_twins
 
 from fused_optim import BackwardFusedOptimizer
 
@@ -39,21 +39,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x @ self.tied.t()
-
-
-class Counting(Optimizer):
-    """Divides its rate by a counter in the group."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "k": 0})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        for group in self.param_groups:
-            group["k"] += 1
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.sub_(param.grad, alpha=group["lr"] / group["k"])
 
 
 Pair = list[tuple[Net, Any]]

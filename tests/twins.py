@@ -85,6 +85,21 @@ def assert_no_gradients(optimizer: Optimizer) -> None:
     assert all(param.grad is None for group in optimizer.param_groups for param in group["params"])
 
 
+class Counting(Optimizer):
+    """Outside of torch.optim: divides its rate by a counter in the group, so that a round too many shows."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] / group["k"])
+
+
 class Twins:
     """A plain and a fused optimizer that are given the same things to do.
 
