@@ -94,12 +94,9 @@ def quartiles(values: Iterable[float]) -> tuple[float, float, float]:
 class Recipe:
     """The bare recipe: an optimizer and a hook for each parameter."""
 
-    def __init__(
-        self, optimizer_class: type[torch.optim.Optimizer], params: Iterable[Tensor], **kwargs: Any
-    ) -> None:
+    def __init__(self, optimizer_class: type[torch.optim.Optimizer], params: Iterable[Tensor], **kwargs: Any) -> None:
         self._handles = [
-            param.register_post_accumulate_grad_hook(self._hook(optimizer_class([param], **kwargs)))
-            for param in params
+            param.register_post_accumulate_grad_hook(self._hook(optimizer_class([param], **kwargs))) for param in params
         ]
 
     def remove(self) -> None:
@@ -130,9 +127,7 @@ class GPT2(nn.Module):
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(1024, width)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
-            )
+            nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
             for _ in range(layers)
         )
         self.norm = nn.LayerNorm(width)

@@ -62,37 +62,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Peak memory of training one model in five ways.")
-    parser.add_argument(
-        "--model", default="vit_l_16", help="a model of torchvision.models, by default %(default)s"
-    )
+    parser.add_argument("--model", default="vit_l_16", help="a model of torchvision.models, by default %(default)s")
     parser.add_argument("--optimizer", default="Adam", help="a class of torch.optim, by default %(default)s")
     parser.add_argument("--batch", type=int, default=1, help="images in a batch, by default %(default)s")
-    parser.add_argument(
-        "--size", type=int, default=224, help="edge of an image in pixels, by default %(default)s"
-    )
+    parser.add_argument("--size", type=int, default=224, help="edge of an image in pixels, by default %(default)s")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="by default %(default)s")
     parser.add_argument("--iterations", type=int, default=3, help="by default %(default)s, at least 2")
-    parser.add_argument(
-        "--output", type=Path, default=_ROOT / "benchmarks" / "results", help="folder for the results"
-    )
+    parser.add_argument("--output", type=Path, default=_ROOT / "benchmarks" / "results", help="folder for the results")
     parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--recording", type=Path, help=argparse.SUPPRESS)
     return parser
 
 
 def _measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]] | None:
-    environments = (
-        {"resident": {}, "resident_returning": _RETURNING} if options.device == "cpu" else {"allocated": {}}
-    )
+    environments = {"resident": {}, "resident_returning": _RETURNING} if options.device == "cpu" else {"allocated": {}}
     results: dict[str, dict[str, Any]] = {variant: {} for variant in VARIANTS}
     runs = len(VARIANTS) * (len(environments) + 1)
     done = 0
     for variant in VARIANTS:
         for key, environment in environments.items():
             done += 1
-            measured = _run(
-                options, variant, environment, None, f"[{done}/{runs}] {variant}: {key.replace('_', ' ')}"
-            )
+            measured = _run(options, variant, environment, None, f"[{done}/{runs}] {variant}: {key.replace('_', ' ')}")
             if measured is None:
                 return None
             results[variant].setdefault("seconds", measured["seconds"])
@@ -225,9 +215,7 @@ def _held(device: str) -> int:
 
         return torch.cuda.memory_allocated()
     statm = Path("/proc/self/statm")
-    return (
-        int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else _most_held(device)
-    )
+    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else _most_held(device)
 
 
 def _most_held(device: str) -> int:
@@ -239,10 +227,7 @@ def _most_held(device: str) -> int:
     status = Path("/proc/self/status")
     if status.exists():
         # ru_maxrss would also count what the process held before it became this program.
-        return (
-            int(next(line for line in status.read_text().splitlines() if line.startswith("VmHWM")).split()[1])
-            * 1024
-        )
+        return int(next(line for line in status.read_text().splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -275,9 +260,7 @@ def _save(options: argparse.Namespace, results: dict[str, dict[str, Any]], recor
 
     options.output.mkdir(parents=True, exist_ok=True)
     stem = f"memory_{options.model}_{options.optimizer.lower()}_batch{options.batch}_{options.device}"
-    (options.output / f"{stem}.json").write_text(
-        json.dumps({**_about(options), "results": results}, indent=2) + "\n"
-    )
+    (options.output / f"{stem}.json").write_text(json.dumps({**_about(options), "results": results}, indent=2) + "\n")
     first, last = (
         pickle.loads((recordings / f"{VARIANTS.index(name)}.pickle").read_bytes())
         for name in (VARIANTS[0], VARIANTS[-1])

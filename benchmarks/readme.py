@@ -1,6 +1,6 @@
 """Writes the tables of README.md from the figures in benchmarks/results; ``--check`` only compares.
 
-    python benchmarks/readme.py
+python benchmarks/readme.py
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
 
 def load(name: str) -> dict[str, Any]:
     """The figures of one benchmark, by the name of its file."""

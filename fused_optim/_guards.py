@@ -190,9 +190,7 @@ def check_whole(whole: Optimizer) -> None:
         )
 
 
-def listed_once(
-    listed: Sequence[tuple[int, Tensor]], name: Callable[[Tensor], str]
-) -> dict[int, tuple[int, Tensor]]:
+def listed_once(listed: Sequence[tuple[int, Tensor]], name: Callable[[Tensor], str]) -> dict[int, tuple[int, Tensor]]:
     """Returns (group index, parameter) by id of the parameter.
 
     Raises:
@@ -274,11 +272,7 @@ class _TensorAsSeen:
         self._version = writes(tensor)
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _TensorAsSeen)
-            and self._tensor is other._tensor
-            and self._version == other._version
-        )
+        return isinstance(other, _TensorAsSeen) and self._tensor is other._tensor and self._version == other._version
 
     def __hash__(self) -> int:
         return id(self._tensor)

@@ -90,9 +90,7 @@ class Roster:
             if self.hooked and slot.handle is None:
                 slot.handle = register(param, self._hook)
         self.enrolments += 1
-        self._seen = [
-            (group, group["params"], len(group["params"])) for group in self._whole.param_groups
-        ]
+        self._seen = [(group, group["params"], len(group["params"])) for group in self._whole.param_groups]
 
     def _lacks_hook(self, key: int) -> bool:
         slot = self.slots.get(key)

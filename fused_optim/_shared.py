@@ -72,9 +72,7 @@ def write(optimizer: Optimizer, place: Place, key: Any, value: Any) -> None:
     home[key] = value
 
 
-def differing(
-    old: dict[Place, dict[Any, Any]], new: dict[Place, dict[Any, Any]]
-) -> Iterator[tuple[Place, Any, Any]]:
+def differing(old: dict[Place, dict[Any, Any]], new: dict[Place, dict[Any, Any]]) -> Iterator[tuple[Place, Any, Any]]:
     """Yields (place, key, new value) of everything that differs between two sets of shared values."""
     for place, before in old.items():
         after = new[place]
@@ -162,9 +160,7 @@ def merged(start: Any, first: Any, second: Any) -> Any:
         raise Conflict
     before = start if isinstance(start, dict) else {}
     keys = [*first, *(key for key in second if key not in first)]
-    items = {
-        key: merged(before.get(key, MISSING), first.get(key, MISSING), second.get(key, MISSING)) for key in keys
-    }
+    items = {key: merged(before.get(key, MISSING), first.get(key, MISSING), second.get(key, MISSING)) for key in keys}
     return _refilled(first, {key: item for key, item in items.items() if item is not MISSING})
 
 

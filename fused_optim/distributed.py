@@ -114,8 +114,7 @@ def _exchanges(wrapper: nn.Module | None) -> bool:
     # A reducer goes by what was in force at the last forward pass, of which the second flag is the trace.
     # Where the two disagree the gradient stays pending, as it would with an ordinary optimizer.
     return bool(
-        getattr(wrapper, "require_backward_grad_sync", True)
-        and getattr(wrapper, "require_forward_param_sync", True)
+        getattr(wrapper, "require_backward_grad_sync", True) and getattr(wrapper, "require_forward_param_sync", True)
     )
 
 

@@ -408,9 +408,7 @@ def _registered(hooks: OrderedDict[int, ParamHook], hook: ParamHook) -> Removabl
     return handle
 
 
-def _refuse_step(
-    fused: weakref.ref[BackwardFusedOptimizer], optimizer: Optimizer, args: Any, kwargs: Any
-) -> None:
+def _refuse_step(fused: weakref.ref[BackwardFusedOptimizer], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """A step pre-hook of an optimizer that was taken over."""
     engine = getattr(fused(), "_engine", None)
     # Both share their hooks, and only one of the two may step. A class may fire them from within its step, too.

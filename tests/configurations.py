@@ -53,9 +53,7 @@ class Configuration:
     def twins(self, options: dict[str, Any] | None = None) -> Twins:
         """A plain and a fused optimizer of this configuration, each over two groups."""
         shapes = MATRICES if self.optimizer_class.__name__ == "Muon" else SHAPES
-        return Twins(
-            self.optimizer_class, shapes, _two_groups, options=options, **copy.deepcopy(self.kwargs)
-        )
+        return Twins(self.optimizer_class, shapes, _two_groups, options=options, **copy.deepcopy(self.kwargs))
 
 
 def _two_groups(params: list[torch.nn.Parameter]) -> list[dict[str, Any]]:

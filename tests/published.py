@@ -92,9 +92,7 @@ def _po(name: str, layout: Layout = Layout.MIXED, **kwargs: Any) -> Row:
 
 
 def _not_exact(outcome: Outcome) -> Callable[..., Row]:
-    def row(
-        path: str, reason: str, layout: Layout = Layout.MIXED, build: Build | None = None, **kwargs: Any
-    ) -> Row:
+    def row(path: str, reason: str, layout: Layout = Layout.MIXED, build: Build | None = None, **kwargs: Any) -> Row:
         return Row(path, kwargs, outcome, reason, layout, build)
 
     return row
@@ -253,9 +251,7 @@ _PLAIN_ROWS = [
     Row(_AO + "AdamWFp8", layout=Layout.WIDE),
     Row(_AO + "_AdamW", layout=Layout.BFLOAT16),
     Row("transformers.Adafactor"),
-    Row(
-        "transformers.Adafactor", {"scale_parameter": False, "relative_step": False, "lr": 1e-3, "beta1": 0.9}
-    ),
+    Row("transformers.Adafactor", {"scale_parameter": False, "relative_step": False, "lr": 1e-3, "beta1": 0.9}),
 ]
 
 _RANDOM_ROWS = [
@@ -314,9 +310,7 @@ def _sam_of_model(name: str) -> Build:
 
 def _gsam(model: nn.Module, groups: Groups) -> Any:
     cls = Row(_PO + "GSAM").cls
-    return cls(
-        groups, torch.optim.SGD(groups, lr=0.1), model, rho_scheduler=SimpleNamespace(step=lambda: 0.05)
-    )
+    return cls(groups, torch.optim.SGD(groups, lr=0.1), model, rho_scheduler=SimpleNamespace(step=lambda: 0.05))
 
 
 _TAKEN_OVER_ROWS = [
@@ -328,9 +322,7 @@ _TAKEN_OVER_ROWS = [
     _refused(_PO + "SafeFP16Optimizer", _INNER, Layout.SINGLE_GROUP, _around(_PO + "SafeFP16Optimizer")),
     _refused(_PO + "ScheduleFreeWrapper", _INNER, build=_around(_PO + "ScheduleFreeWrapper")),
     _refused(_PO + "TRAC", _D_ESTIMATE, build=_around(_PO + "TRAC")),
-    _refused(
-        _SF + "ScheduleFreeWrapper", "no torch.optim.Optimizer", build=_around(_SF + "ScheduleFreeWrapper")
-    ),
+    _refused(_SF + "ScheduleFreeWrapper", "no torch.optim.Optimizer", build=_around(_SF + "ScheduleFreeWrapper")),
     _refused(
         _SF + "ScheduleFreeWrapperReference",
         "no torch.optim.Optimizer",

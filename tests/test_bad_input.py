@@ -64,9 +64,7 @@ REJECTED_INSIDE: dict[str, Build] = {
     "a set as group": lambda optim, params: optim.SGD([{"params": set(params)}], lr=0.1),
     "a group without params": lambda optim, params: optim.SGD([{"lr": 0.1}]),
     "a group that is no dict": lambda optim, params: optim.SGD([{"params": params}, params], lr=0.1),
-    "a parameter in two groups": lambda optim, params: optim.SGD(
-        [{"params": params}, {"params": params[:1]}], lr=0.1
-    ),
+    "a parameter in two groups": lambda optim, params: optim.SGD([{"params": params}, {"params": params[:1]}], lr=0.1),
     "differentiable and fused": lambda optim, params: optim.Adam(params, differentiable=True, fused=True),
     "sparse Adam, dense layout": lambda optim, params: optim.SparseAdam([torch.zeros(3).to_sparse()]),
 }
@@ -76,12 +74,8 @@ REJECTED_LATER: dict[str, Build] = {
         {"params": params[0]}
     ),
     "late group: no dict": lambda optim, params: optim.SGD(params, lr=0.1).add_param_group(params),
-    "late group: a set": lambda optim, params: optim.SGD(params[:1], lr=0.1).add_param_group(
-        {"params": set(params)}
-    ),
-    "late group: no leaf": lambda optim, params: optim.SGD(params, lr=0.1).add_param_group(
-        {"params": params[0] * 2}
-    ),
+    "late group: a set": lambda optim, params: optim.SGD(params[:1], lr=0.1).add_param_group({"params": set(params)}),
+    "late group: no leaf": lambda optim, params: optim.SGD(params, lr=0.1).add_param_group({"params": params[0] * 2}),
     "late group: no tensor": lambda optim, params: optim.SGD(params, lr=0.1).add_param_group({"params": [1.0]}),
     "state dict of another model": lambda optim, params: optim.SGD(params, lr=0.1).load_state_dict(
         torch.optim.SGD(params[:1], lr=0.1).state_dict()

@@ -374,8 +374,10 @@ def test_clipping_parameter_by_parameter_in_a_hook(clip: Callable[[Any], None]) 
 def test_sparse_gradients_are_clipped_in_a_hook() -> None:
     twins = pair(torch.optim.SGD, nn.Embedding(10, 3, sparse=True), lr=0.1)
     for model, optimizer in twins:
+
         def scale(optimizer: Any, param: Tensor) -> None:
             param.grad.mul_(0.5)
+
         if optimizer is twins[1][1]:
             optimizer.register_param_step_pre_hook(scale)
         for step in range(3):

@@ -82,9 +82,7 @@ def train(twins: Pair, forwards: list[Any], calls_step: bool = True) -> None:
 @pytest.mark.parametrize("calls_step", [True, False], ids=["step", "no step"])
 @pytest.mark.parametrize("wrap", [whole, block_by_block])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_compiled_model_is_exact(
-    backend: str, wrap: Any, calls_step: bool, optimizer_class: type[Optimizer]
-) -> None:
+def test_a_compiled_model_is_exact(backend: str, wrap: Any, calls_step: bool, optimizer_class: type[Optimizer]) -> None:
     twins = pair(optimizer_class)
     train(twins, [wrap(net, backend) for net, _ in twins], calls_step)
 

@@ -357,8 +357,6 @@ def test_the_scaler_holds_no_parameter_after_update() -> None:
     assert not twins.scalers[1]._per_optimizer_states
 
 
-
-
 @pytest.mark.parametrize("measured", [True, False], ids=["measured", "in backward"])
 def test_scaler_calls_step_after_an_overflow_no_more_than_it_does_for_the_ordinary_optimizer(measured: bool) -> None:
     """A framework that counts the calls holds the schedule back when there was none."""

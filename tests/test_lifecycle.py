@@ -57,9 +57,7 @@ def no_collector() -> Iterator[None]:
 # Death
 
 
-@pytest.mark.parametrize(
-    "after", ["construction", "step", "backward", "error", "hooks", "scheduler", "accumulate"]
-)
+@pytest.mark.parametrize("after", ["construction", "step", "backward", "error", "hooks", "scheduler", "accumulate"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_dropping_the_optimizer_frees_it_and_its_state_at_once(optimizer: str, after: str) -> None:
     params = make_params()
@@ -81,9 +79,7 @@ def test_dropping_the_optimizer_frees_it_and_its_state_at_once(optimizer: str, a
         with opt.accumulate():
             loss_of(params, ALL, 1).backward()
     with no_collector():
-        state = [
-            value for state in opt.state.values() for value in state.values() if isinstance(value, torch.Tensor)
-        ]
+        state = [value for state in opt.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
         watched = [weakref.ref(opt), weakref.ref(opt._whole), *(weakref.ref(value) for value in state)]
         del opt, state
         assert [ref() for ref in watched] == [None] * len(watched)
@@ -382,9 +378,7 @@ def test_model_and_optimizer_copied_together_are_a_working_independent_pair(opti
 @pytest.mark.parametrize("way", COPIES)
 def test_options_and_an_unfused_state_survive_a_copy(way: str) -> None:
     model = network()
-    opt = BackwardFusedOptimizer(
-        torch.optim.SGD, model.parameters(), lr=0.1, bucket_cap_mb=0, track_grad_norm=True
-    )
+    opt = BackwardFusedOptimizer(torch.optim.SGD, model.parameters(), lr=0.1, bucket_cap_mb=0, track_grad_norm=True)
     opt.unfuse()
     copied_model, copied = COPIES[way]((model, opt))
     assert copied._engine.options == opt._engine.options
@@ -579,9 +573,7 @@ def backward_and_step(params: list[torch.nn.Parameter], opt: Optimizer) -> None:
 
 @pytest.mark.parametrize("which", ["param pre", "param post", "step pre", "step post", "tensor"])
 @pytest.mark.parametrize("error", [Failure, KeyboardInterrupt])
-def test_an_exception_inside_a_user_hook_leaves_the_next_backward_sound(
-    which: str, error: type[BaseException]
-) -> None:
+def test_an_exception_inside_a_user_hook_leaves_the_next_backward_sound(which: str, error: type[BaseException]) -> None:
     def hook(*_: Any) -> None:
         raise error
 

@@ -715,9 +715,7 @@ def test_state_dict_hooks_get_this_optimizer_and_may_change_the_state_dict() -> 
     seen: list[tuple[str, Any]] = []
     opt.register_state_dict_pre_hook(lambda o: seen.append(("saving", o)))
     opt.register_state_dict_post_hook(lambda o, state_dict: {**state_dict, "extra": 1})
-    opt.register_load_state_dict_pre_hook(
-        lambda o, state_dict: {k: v for k, v in state_dict.items() if k != "extra"}
-    )
+    opt.register_load_state_dict_pre_hook(lambda o, state_dict: {k: v for k, v in state_dict.items() if k != "extra"})
     opt.register_load_state_dict_post_hook(lambda o: seen.append(("loaded", o)))
     state_dict = opt.state_dict()
     assert state_dict["extra"] == 1
@@ -814,9 +812,7 @@ class CountsUnderAStringKey(torch.optim.SGD):
 @pytest.mark.parametrize(
     "optimizer_class", [OverridesInitGroup, OverridesStep, KeepsACounterAttribute, CountsUnderAStringKey]
 )
-@pytest.mark.parametrize(
-    "name", ["late_group", "nothing_used_now_and_then", "frozen_at_construction", "tied_weights"]
-)
+@pytest.mark.parametrize("name", ["late_group", "nothing_used_now_and_then", "frozen_at_construction", "tied_weights"])
 def test_subclasses_of_the_users_own(name: str, optimizer_class: type[Optimizer]) -> None:
     make = partial(optimizer_class, lr=0.05)
     with warnings.catch_warnings():

@@ -88,9 +88,7 @@ def test_a_mistake_as_a_process(models: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=WITH_PACKAGE)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.splitlines() == [
-        "error: my_models has no 'nothing': check the spelling of the factory"
-    ]
+    assert done.stderr.splitlines() == ["error: my_models has no 'nothing': check the spelling of the factory"]
 
 
 def test_settings_reach_the_optimizer(models: str, capsys: pytest.CaptureFixture[str]) -> None:

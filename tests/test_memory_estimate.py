@@ -116,9 +116,7 @@ def real_peak(factory: Factory, inputs: Any, make: Callable[[Any], Any]) -> memo
     return recording.peak
 
 
-def assert_close(
-    figures: memory.Estimate, factory: Factory, inputs: Any, optimizer: Any, kwargs: Any
-) -> None:
+def assert_close(figures: memory.Estimate, factory: Factory, inputs: Any, optimizer: Any, kwargs: Any) -> None:
     makers: dict[str, tuple[Variant | None, Callable[[Any], Any]]] = {
         "plain": (figures.plain, lambda params: optimizer(params, **kwargs)),
         "foreach=False": (figures.foreach_false, lambda params: optimizer(params, foreach=False, **kwargs)),
@@ -213,9 +211,7 @@ def test_inputs_need_no_memory() -> None:
 class Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(4096, 32, 4 * 4096, batch_first=True) for _ in range(32)
-        )
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(4096, 32, 4 * 4096, batch_first=True) for _ in range(32))
         self.head = nn.Linear(4096, 50_000, bias=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -313,9 +309,7 @@ def test_frozen_parameters_have_no_gradient() -> None:
 
 
 def test_a_given_loss_is_used() -> None:
-    figures = memory.estimate(
-        mlp, torch.optim.Adam, torch.zeros(4, 200), loss=lambda output: output[:, 0].mean()
-    )
+    figures = memory.estimate(mlp, torch.optim.Adam, torch.zeros(4, 200), loss=lambda output: output[:, 0].mean())
     assert figures.plain.peak.total > 0
     with pytest.raises(ValueError, match=r"scalar loss .* got shape \(4, 10\)"):
         memory.estimate(mlp, torch.optim.Adam, torch.zeros(4, 200), loss=lambda output: output)
@@ -379,9 +373,7 @@ def test_advice_names_the_lever(plain: memory.Breakdown, fused: memory.Breakdown
         (lambda batch: 400, 800),
     ],
 )
-def test_the_largest_batch_fits_and_the_next_does_not(
-    peak: Callable[[int], int], budget: int, begin: int
-) -> None:
+def test_the_largest_batch_fits_and_the_next_does_not(peak: Callable[[int], int], budget: int, begin: int) -> None:
     asked: list[int] = []
     found = largest_batch(lambda batch: (asked.append(batch), peak(batch))[1], budget, begin)  # type: ignore[func-returns-value]
     assert found == 0 or peak(found) <= budget

@@ -59,9 +59,7 @@ def size(tensors: Any) -> int:
 
 
 def state_size(optimizer: Any) -> int:
-    return size(
-        value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)
-    )
+    return size(value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value))
 
 
 @every_optimizer
@@ -234,9 +232,7 @@ def test_checkpointing_shows_as_fewer_activations() -> None:
         model = Checkpointed(on)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         recordings.append(recorded(model, optimizer, torch.randn(1000, 16)))
-    without, with_checkpoints = (
-        max(sample.bytes.activations for sample in each.timeline) for each in recordings
-    )
+    without, with_checkpoints = (max(sample.bytes.activations for sample in each.timeline) for each in recordings)
     # Each Tanh keeps its output of 64 kB. With checkpoints there are those between the blocks, what one block
     # repeats (its Linear's output too), and a scalar or two. torch 2.1 keeps the last output alive until its
     # backward is over.
@@ -419,17 +415,10 @@ def test_without_matplotlib_the_error_says_so(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_importing_stays_cheap() -> None:
-    code = (
-        "import sys, torch; before = set(sys.modules);"
-        "import fused_optim.memory; print(*set(sys.modules) - before)"
-    )
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.split()
+    code = "import sys, torch; before = set(sys.modules);import fused_optim.memory; print(*set(sys.modules) - before)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "fused_optim.memory" in loaded
-    outside = {
-        name for name in loaded if name.split(".")[0] in ("matplotlib", "torch", "torchvision", "numpy")
-    }
+    outside = {name for name in loaded if name.split(".")[0] in ("matplotlib", "torch", "torchvision", "numpy")}
     assert not outside & {"torch._subclasses.fake_tensor", "torch._dynamo", "torch.distributed"}
     assert not any(name.startswith(("matplotlib", "torchvision", "numpy")) for name in outside)
 
@@ -439,9 +428,7 @@ def test_the_history_of_the_allocator_is_switched_off(
     fails: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     calls: list[object] = []
-    monkeypatch.setattr(
-        torch.cuda.memory, "_record_memory_history", lambda enabled="all": calls.append(enabled)
-    )
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled="all": calls.append(enabled))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", calls.append)
     path = tmp_path / "history.pickle"
     try:
@@ -465,9 +452,7 @@ def test_private_names_that_the_recorder_uses() -> None:
     seen = []
     parameter = nn.Parameter(torch.ones(2))
     parameter.register_post_accumulate_grad_hook(
-        lambda _: seen.append(
-            (torch._C._current_autograd_node().name(), torch._C._current_graph_task_id() >= 0)
-        )
+        lambda _: seen.append((torch._C._current_autograd_node().name(), torch._C._current_graph_task_id() >= 0))
     )
     parameter.sum().backward()
     assert seen == [("torch::autograd::AccumulateGrad", True)]

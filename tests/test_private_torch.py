@@ -173,9 +173,7 @@ def test_a_pass_inside_a_custom_function_is_nested_and_names_its_node() -> None:
     assert found.nested
     assert isinstance(found.node, torch.autograd.graph.Node)
     assert type(found.node).__name__ == "NestedPassBackward"
-    found = surroundings_in(
-        lambda param: checkpoint(lambda x: x * param, x, use_reentrant=True).sum().backward()
-    )
+    found = surroundings_in(lambda param: checkpoint(lambda x: x * param, x, use_reentrant=True).sum().backward())
     assert found.nested
     assert found.node is not None
 

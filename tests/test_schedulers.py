@@ -154,9 +154,7 @@ def test_these_schedules_change_what_is_trained() -> None:
 
 @pytest.mark.parametrize("calls_step", [True, False], ids=["with step()", "without step()"])
 @pytest.mark.parametrize(("optimizer", "name"), cases())
-def test_schedule_continues_after_a_resume_from_the_other_twin(
-    optimizer: str, name: str, calls_step: bool
-) -> None:
+def test_schedule_continues_after_a_resume_from_the_other_twin(optimizer: str, name: str, calls_step: bool) -> None:
     twins, schedulers = build(optimizer, name)
     train(twins, schedulers, range(RESUMED_AT), calls_step)
     resumed, resumed_schedulers = build(optimizer, name)

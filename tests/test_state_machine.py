@@ -146,9 +146,7 @@ class Loops(RuleBasedStateMachine):
         for params, opt in self._pairs():
             opt.zero_grad()
             for index in used:
-                params[index].grad = torch.randn(
-                    params[index].shape, generator=torch.Generator().manual_seed(seed)
-                )
+                params[index].grad = torch.randn(params[index].shape, generator=torch.Generator().manual_seed(seed))
             self._step(opt)
 
     @rule(used=SUBSETS, by_hand=INDICES)

@@ -78,16 +78,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Says what training a model takes, ordinary and with the step fused into backward, "
         "without allocating the model.",
     )
-    parser.add_argument(
-        "factory", help="what builds the model: package.module:callable or path/to/file.py:callable"
-    )
+    parser.add_argument("factory", help="what builds the model: package.module:callable or path/to/file.py:callable")
     parser.add_argument(
         "--input", action="append", required=True, metavar="[NAME=]SHAPE[:DTYPE]",
         help="shape of an input, batch first: 1,3,224,224 or input_ids=1,128:int64; once for each input",
     )  # fmt: skip
-    parser.add_argument(
-        "--optimizer", default="torch.optim:Adam", help="module:class, by default %(default)s"
-    )
+    parser.add_argument("--optimizer", default="torch.optim:Adam", help="module:class, by default %(default)s")
     parser.add_argument(
         "--set",
         action="append",
@@ -95,9 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="an argument of the optimizer, such as lr=1e-3",
     )
-    parser.add_argument(
-        "--trainable", metavar="REGEX", help="train only the parameters whose names contain a match"
-    )
+    parser.add_argument("--trainable", metavar="REGEX", help="train only the parameters whose names contain a match")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="by default %(default)s")
     parser.add_argument(
         "--device-gb", type=float, metavar="GB", help="say which batch fits into so many GB (10^9 bytes)"
@@ -244,8 +238,7 @@ def _text(figures: Estimate, batches: dict[str, int] | None, device_gb: float | 
     if batches is None:
         return f"{figures}\nwhat fits into {device_gb:g} GB is unknown, since activations are"
     return f"{figures}\nlargest batch in {device_gb:g} GB of live tensors: " + ", ".join(
-        f"{variant} {f'{LIMIT} or more' if batch >= LIMIT else batch or 'none'}"
-        for variant, batch in batches.items()
+        f"{variant} {f'{LIMIT} or more' if batch >= LIMIT else batch or 'none'}" for variant, batch in batches.items()
     )
 
 

@@ -74,9 +74,7 @@ class Estimate:
     @property
     def advice(self) -> str:
         """What dominates the peak, what fusing saves, and what saves more where that is little."""
-        return advice(
-            self.plain.peak, self.fused.peak, self.trainable, self.parameters, known=not self.unknown
-        )
+        return advice(self.plain.peak, self.fused.peak, self.trainable, self.parameters, known=not self.unknown)
 
     def to_dict(self) -> dict[str, Any]:
         """The estimate as numbers, strings and dictionaries; sizes in bytes."""
@@ -105,9 +103,7 @@ class Estimate:
                 sizes = ["-" if one is None else format_bytes(getattr(one.peak, name)) for one in variants]
             rows.append((name.replace("_", " "), *sizes))
         lines = [f"{name:16}" + "".join(f"{cell:>15}" for cell in cells) for name, *cells in rows]
-        lines += [
-            f"{name}: peak in {one.moment}" for name, one in zip(VARIANTS, variants) if one and one.moment
-        ]
+        lines += [f"{name}: peak in {one.moment}" for name, one in zip(VARIANTS, variants) if one and one.moment]
         lines += [f"note: {note}" for note in (self.unknown, *self.notes) if note]
         return "\n".join([*lines, self.advice])
 
@@ -237,9 +233,7 @@ class Simulation:
             ValueError: ``device`` is neither ``"cpu"`` nor an available ``"cuda"``.
         """
         if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-            raise ValueError(
-                f"expected device 'cpu', or 'cuda' on a machine that has it, got {device!r}: use 'cpu'"
-            )
+            raise ValueError(f"expected device 'cpu', or 'cuda' on a machine that has it, got {device!r}: use 'cpu'")
         self.notes: list[str] = []
         self._factory = model_factory
         self._class = optimizer_class
@@ -417,9 +411,7 @@ def default_loss(output: Any) -> torch.Tensor:
     for tensor in tensors_in(output):
         if tensor.is_floating_point():
             return tensor.sum()
-    raise ValueError(
-        f"found no floating-point tensor in an output of type {type(output).__name__}: pass loss"
-    )
+    raise ValueError(f"found no floating-point tensor in an output of type {type(output).__name__}: pass loss")
 
 
 def _call(model: torch.nn.Module, inputs: Any) -> Any:

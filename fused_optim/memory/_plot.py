@@ -129,13 +129,9 @@ def _mark_phases(panel: Any, recording: Recording, first: int) -> None:
         panel.axvspan(start, stop, 0.93, 1.0, facecolor="#DDDDDD" if index % 2 else "#F2F2F2", linewidth=0)
         if stop - start > 0.018 * end:
             middle = (start + stop) / 2
-            panel.text(
-                middle, 0.962, _PHASES[span.phase], transform=strip, ha="center", va="center", fontsize=9
-            )
+            panel.text(middle, 0.962, _PHASES[span.phase], transform=strip, ha="center", va="center", fontsize=9)
     fused = any(sample.moment.phase == FUSED_STEP for sample in recording.timeline)
-    letters = (
-        "F forward, B backward with optimizer step" if fused else "F forward, B backward, S optimizer step"
-    )
+    letters = "F forward, B backward with optimizer step" if fused else "F forward, B backward, S optimizer step"
     panel.set_title(letters, loc="right", fontsize=9.5)
 
 

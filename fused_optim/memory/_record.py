@@ -95,9 +95,7 @@ def _allocator_history(path: str | PathLike[str] | None) -> Iterator[None]:
 
 def _device_type(model: object, optimizer: object) -> str:
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(
-            f"expected model to be a torch.nn.Module, got {type(model).__name__}: pass the model itself"
-        )
+        raise TypeError(f"expected model to be a torch.nn.Module, got {type(model).__name__}: pass the model itself")
     if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
         raise TypeError(
             f"expected an optimizer with param_groups and state, got {type(optimizer).__name__}: "
@@ -108,6 +106,4 @@ def _device_type(model: object, optimizer: object) -> str:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             return str(parameter.device.type)
-    raise ValueError(
-        "expected a model or optimizer with parameters, got none: build the model before recording"
-    )
+    raise ValueError("expected a model or optimizer with parameters, got none: build the model before recording")

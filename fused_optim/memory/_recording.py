@@ -196,9 +196,7 @@ class Recording:
             "peak_moment": asdict(self.peak_moment),
             "final": self.final.to_dict(),
             "phases": [asdict(span) for span in self.phases],
-            "timeline": [
-                {**asdict(sample.moment), "bytes": sample.bytes.to_dict()} for sample in self.timeline
-            ],
+            "timeline": [{**asdict(sample.moment), "bytes": sample.bytes.to_dict()} for sample in self.timeline],
         }
 
     def to_json(self) -> str:

@@ -82,9 +82,7 @@ def check_goes_on(rank: int, first: tuple[Any, Any], second: tuple[Any, Any]) ->
     assert equal(outcome(*first), outcome(*second))
 
 
-def through_state_dict(
-    rank: int, saver: str, loader: str, sharded: bool, options: str, together: bool
-) -> None:
+def through_state_dict(rank: int, saver: str, loader: str, sharded: bool, options: str, together: bool) -> None:
     chosen = StateDictOptions(**OPTIONS[options])
     model, opt = trained(saver, sharded, rank)
     other_model, other = fresh(loader, sharded)

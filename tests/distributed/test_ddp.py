@@ -92,9 +92,7 @@ def skip_on_first_rank(iteration: int) -> bool:
         ({"recompute": False}, {}),
     ],
 )
-def test_same_bits(
-    world: World, order: str, view: bool, options: dict[str, Any], loop: dict[str, Any]
-) -> None:
+def test_same_bits(world: World, order: str, view: bool, options: dict[str, Any], loop: dict[str, Any]) -> None:
     world.run(compare, order, {**options, "gradient_as_bucket_view": view}, loop)
 
 
@@ -236,9 +234,7 @@ def wrapped_late(rank: int) -> None:
         gc.collect()
         train(model, opt, batches(rank, seed=2), iterations=2)
         results.append(outcome(model, opt))
-        assert fused_steps_in_hooks(model, opt, next(batches(rank))) == isinstance(
-            opt, BackwardFusedOptimizer
-        )
+        assert fused_steps_in_hooks(model, opt, next(batches(rank))) == isinstance(opt, BackwardFusedOptimizer)
     assert equal(*results)
 
 

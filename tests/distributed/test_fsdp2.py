@@ -58,24 +58,18 @@ def skip_alternately(iteration: int) -> bool:
     return iteration % 3 == 1
 
 
-def compare(
-    rank: int, kind: str, options: dict[str, Any], loop: dict[str, Any], calls_step: bool = True
-) -> None:
+def compare(rank: int, kind: str, options: dict[str, Any], loop: dict[str, Any], calls_step: bool = True) -> None:
     no_sync = loop.pop("no_sync", False)
     mixed = options.pop("mixed", False)
     opt_options = options.pop("opt", {})
     recompute = options.pop("recompute", None)
     if mixed:
-        options["mp_policy"] = fsdp.MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-        )
+        options["mp_policy"] = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     outcomes = []
     for make in (plain_adamw, fused_adamw):
         model = shard(kind, Net(recompute), **options)
         opt = make(groups_of(model), **opt_options)
-        not_last = (
-            (lambda model=model: without_sync(model)) if no_sync else (lambda opt=opt: accumulating(opt))
-        )
+        not_last = (lambda model=model: without_sync(model)) if no_sync else (lambda opt=opt: accumulating(opt))
         train(
             model,
             opt,

@@ -117,17 +117,13 @@ class Pipeline:
         self._first = any(stage.is_first for stage in stages)
         self._last = any(stage.is_last for stage in stages)
         make = getattr(pipelining, f"Schedule{schedule}")
-        self._schedule = make(
-            stages if each > 1 else stages[0], MICRO_BATCHES, loss_fn=nn.functional.mse_loss
-        )
+        self._schedule = make(stages if each > 1 else stages[0], MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         self._schedule.step(*([inputs] if self._first else []), **({"target": targets} if self._last else {}))
 
 
-def run_pipeline(
-    rank: int, schedule: str, sharding: str | None, kind: str, iterations: int = 4
-) -> dict[str, Any]:
+def run_pipeline(rank: int, schedule: str, sharding: str | None, kind: str, iterations: int = 4) -> dict[str, Any]:
     pipeline = Pipeline(rank, schedule, sharding)
     opt = (plain_adamw if kind == "plain" else fused_adamw)(pipeline.model.parameters())
     data = batches(0, rows=8)
@@ -140,9 +136,7 @@ def run_pipeline(
 
 
 def pipelines(rank: int, schedule: str, sharding: str | None, kind: str) -> None:
-    assert equal(
-        run_pipeline(rank, schedule, sharding, "plain"), run_pipeline(rank, schedule, sharding, kind)
-    )
+    assert equal(run_pipeline(rank, schedule, sharding, "plain"), run_pipeline(rank, schedule, sharding, kind))
 
 
 @pytest.mark.parametrize("schedule", list(SCHEDULES))

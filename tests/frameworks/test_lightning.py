@@ -83,10 +83,14 @@ def test_loss_scaling(tmp_path: Path) -> None:
     assert scales[0] == scales[1] > 2.0**7
 
 
-@pytest.mark.parametrize("averaging", [
-    lambda: EMAWeightAveraging(decay=0.9),
-    lambda: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2),
-], ids=["ema", "swa"])
+@pytest.mark.parametrize(
+    "averaging",
+    [
+        lambda: EMAWeightAveraging(decay=0.9),
+        lambda: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2),
+    ],
+    ids=["ema", "swa"],
+)
 def test_callbacks_that_touch_the_optimizer(averaging: Any, tmp_path: Path) -> None:
     def callbacks() -> list[Any]:
         return [

@@ -52,11 +52,15 @@ def run_by_subclass(trainer_class: type[Trainer], directory: Path, **given: Any)
     return outcome(trainer)
 
 
-@pytest.mark.parametrize(("run", "plain", "fused"), [
-    (run_by_optimizers, ADAMW, FusedAdamW),
-    (run_by_class, ADAMW, FusedAdamW),
-    (run_by_subclass, Trainer, FusedTrainer),
-], ids=["optimizers", "optimizer_cls_and_kwargs", "create_optimizer"])
+@pytest.mark.parametrize(
+    ("run", "plain", "fused"),
+    [
+        (run_by_optimizers, ADAMW, FusedAdamW),
+        (run_by_class, ADAMW, FusedAdamW),
+        (run_by_subclass, Trainer, FusedTrainer),
+    ],
+    ids=["optimizers", "optimizer_cls_and_kwargs", "create_optimizer"],
+)
 @pytest.mark.parametrize("steps", [1, 4])
 def test_every_way_to_hand_over_an_optimizer(run: Run, plain: Any, fused: Any, steps: int, tmp_path: Path) -> None:
     """Six batches an epoch, so that the last window of four is short; evaluation in between."""
@@ -300,11 +304,15 @@ def test_two_processes(world: World, steps: int) -> None:
 # Clipping
 
 
-@pytest.mark.parametrize(("run", "fused"), [
-    (run_by_optimizers, FusedAdamW),
-    (run_by_class, FusedAdamW),
-    (run_by_subclass, FusedTrainer),
-], ids=["optimizers", "optimizer_cls_and_kwargs", "create_optimizer"])
+@pytest.mark.parametrize(
+    ("run", "fused"),
+    [
+        (run_by_optimizers, FusedAdamW),
+        (run_by_class, FusedAdamW),
+        (run_by_subclass, FusedTrainer),
+    ],
+    ids=["optimizers", "optimizer_cls_and_kwargs", "create_optimizer"],
+)
 def test_the_default_max_grad_norm_is_refused_before_a_weight_moves(run: Run, fused: Any, tmp_path: Path) -> None:
     assert TrainingArguments(output_dir=str(tmp_path), use_cpu=True).max_grad_norm == 1.0
     model = tiny_gpt2()
@@ -368,11 +376,15 @@ class _TakesNoCount(torch.nn.Module):
 
 
 @pytest.mark.parametrize("model_class", [tiny_gpt2, _TakesNoCount])
-@pytest.mark.parametrize("given", [
-    {},
-    {"gradient_accumulation_steps": 4},
-    {"bf16": True, "gradient_accumulation_steps": 2},
-], ids=["plain", "accumulated", "bf16"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"gradient_accumulation_steps": 4},
+        {"bf16": True, "gradient_accumulation_steps": 2},
+    ],
+    ids=["plain", "accumulated", "bf16"],
+)
 def test_clipping_as_documented(given: dict[str, Any], model_class: Any, tmp_path: Path) -> None:
     plain = run_by_subclass(Trainer, tmp_path / "plain", max_grad_norm=CLIP, model=model_class(), **given)
     trainer = build(tmp_path / "fused", FusedTrainer, model=model_class(), **given)
