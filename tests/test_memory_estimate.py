@@ -14,9 +14,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_optim import BackwardFusedOptimizer, memory
+from fused_optim.memory import Variant
 from fused_optim.memory._advice import advice
 from fused_optim.memory._batch import LIMIT, largest_batch
-from fused_optim.memory._estimate import Variant, default_loss
+from fused_optim.memory._simulation import default_loss
 
 Factory = Callable[[], nn.Module]
 

@@ -4,10 +4,11 @@
 one scale. ``python -m fused_optim.memory`` is the command line.
 """
 
-from ._estimate import Estimate, Variant, estimate
+from ._estimate import Estimate, estimate
 from ._plot import compare
 from ._record import record
 from ._recording import Breakdown, Moment, Recording, Sample, Span
+from ._simulation import Variant
 
 __all__ = [
     "Breakdown",

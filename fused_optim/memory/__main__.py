@@ -21,8 +21,9 @@ from typing import Any, NoReturn
 import torch
 
 from ._batch import LIMIT, largest_batch
-from ._estimate import Estimate, Simulation, estimate
+from ._estimate import Estimate, estimate
 from ._plot import compare
+from ._simulation import Simulation
 
 _FAILED = 2
 
