@@ -158,6 +158,30 @@ def test_clipping_by_the_measured_norm(world: World, kind: str, norm_type: float
     world.run(clipped, kind, norm_type)
 
 
+def one_root_clipped(rank: int, kind: str) -> None:
+    # No input of the module requires a gradient, so the graph holds no function of FSDP's.
+    wrap = fsdp.fully_shard if kind == "fully_shard" else replicating.replicate
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    results = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = wrap(nn.Linear(8, 8), mesh=mesh)
+        params = list(model.parameters())
+        opt = fused_adamw(params) if fused else plain_adamw(params)
+        loss = loss_of(model, next(batches(rank)))
+        measured = opt.clip_grad_norm_(loss, 0.5) if isinstance(opt, BackwardFusedOptimizer) else None
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(params, 0.5) if measured is None else measured
+        opt.step()
+        results.append([whole(norm), *(local(param) for param in params)])
+    assert equal(*results)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_clipping_one_root(world: World, kind: str) -> None:
+    world.run(one_root_clipped, kind, seconds=60)
+
+
 def clipped_by_torch(rank: int, kind: str) -> None:
     results = []
     for make in (plain_adamw, fused_adamw):
