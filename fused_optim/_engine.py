@@ -31,6 +31,7 @@ from fused_optim._hooks import (
 from fused_optim._norms import Measurement, NormLedger, clip_coefficient
 from fused_optim._roster import Roster
 from fused_optim._rounds import Rounds
+from fused_optim._surroundings import Surroundings
 from fused_optim._stepper import Options, Stepper
 
 RUN_LENGTH = 128
@@ -44,7 +45,7 @@ class Engine:
         self.whole = whole
         self.options = options
         self.roster = Roster(whole, GradientHook(self))
-        self.stepper = Stepper(weakref.ref(owner), whole, options)
+        self.stepper = Stepper(weakref.ref(owner), whole, options, self.roster.name)
         self.rounds = Rounds(whole, self.roster, self.stepper, options)
         self._owner = weakref.ref(owner)
         self._slots = self.roster.slots
@@ -223,6 +224,7 @@ class Engine:
         Raises:
             RuntimeError: if the round cannot be what an ordinary ``step()`` would have done.
         """
+        self.stepper.surroundings = Surroundings.current()
         with self._lock, torch.no_grad():
             lost = self._forget_failed_passes()
             # The end of a pass that held only nested ones, of this optimizer, has not been seen.

@@ -59,6 +59,15 @@ DISCARDS_APPLIED = (
 )
 
 
+def aliased(name: str) -> str:
+    """The message for gradients of two parameters over the same memory, which something is going to write."""
+    return (
+        f"the gradient of {name} is the same memory as that of another parameter, as `a.view(-1) + b.view(-1)` makes "
+        "it, and scaling, clipping or changing one changes both in an ordinary loop. Make the two differ, for "
+        "example by `1 * a.view(-1)`, or run backward() inside `with opt.accumulate():` and then call opt.step()."
+    )
+
+
 def twice_in_one_backward(name: str) -> str:
     """The message for a parameter whose gradient arrives in parts within one backward pass."""
     return (

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from fused_optim import _torch
 from fused_optim._norms import NormLedger
 from fused_optim._scaling import KernelScaledRun, ScaledRun, lend_scale
-from fused_optim._units import units_of
+from fused_optim._surroundings import Surroundings
+from fused_optim._units import IsolatedUnit, units_of
 
 ParamHook = Callable[[Any, Tensor], None]
 
@@ -48,7 +50,10 @@ class Stepper:
         pre_hooks, post_hooks: called around the step of each parameter.
     """
 
-    def __init__(self, owner: weakref.ref[Any], whole: Optimizer, options: Options) -> None:
+    def __init__(
+        self, owner: weakref.ref[Any], whole: Optimizer, options: Options, name: Callable[[Tensor], str]
+    ) -> None:
+        self._name = name
         self.unit = units_of(whole)
         self.steps_whole = False
         self.overflowed = False
@@ -60,20 +65,28 @@ class Stepper:
         self._whole = whole
         self._options = options
         self._scaled_runs: list[ScaledRun] = []
+        self._isolated = isinstance(self.unit, IsolatedUnit)
+        self._shared_memory: set[StorageWeakRef] = set()
+        self.surroundings = Surroundings.current()
 
     def begin_round(self) -> None:
         """Forgets what belongs to the round before."""
         self.unit.begin_round()
         self.norms = NormLedger(2.0)
+        self._shared_memory.clear()
         # A scaler takes an object at the address of one that it remembers for the same.
         scaler = self._options.grad_scaler
         self._scaled_runs = [run for run in self._scaled_runs if _torch.remembers(scaler, run)]
 
     def step_run(self, group: int, params: list[Tensor]) -> None:
         """Steps ``params``, all of one group, and frees their gradients, also when the step fails."""
+        now = Surroundings.current()
         try:
             if torch.is_grad_enabled():
-                with torch.no_grad():
+                with torch.no_grad(), self.surroundings.restored(now):
+                    self._step(group, params)
+            elif now != self.surroundings:
+                with self.surroundings.restored(now):
                     self._step(group, params)
             else:
                 self._step(group, params)
@@ -117,8 +130,27 @@ class Stepper:
         run.release()
         return bool(finite)
 
+    def _own_gradients(self, params: list[Tensor]) -> None:
+        """Gives each parameter a gradient of its own: what is going to write it must not write what others hold.
+
+        Raises:
+            RuntimeError: if two gradients are one memory, which an ordinary loop writes twice.
+        """
+        for param in params:
+            grad = param.grad
+            if grad is None or _torch.owns_memory(grad):
+                continue
+            memory = _torch.storage_reference(grad)
+            if memory is not None:
+                if memory in self._shared_memory:
+                    raise RuntimeError(_guards.aliased(self._name(param)))
+                self._shared_memory.add(memory)
+            param.grad = grad.clone()
+
     def _step(self, group: int, params: list[Tensor]) -> None:
         scaler = self._options.scaler()
+        if self._isolated or scaler is not None or self.clip is not None or self.pre_hooks:
+            self._own_gradients(params)
         if scaler is not None:
             self._step_scaled(scaler, group, params)
             return

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
@@ -93,6 +94,39 @@ def surroundings() -> Surroundings:
             return Surroundings(True, frame.f_locals["self"])
         frame = frame.f_back
     return Surroundings(passes > 1, None)
+
+
+def raise_versions(params: Sequence[Tensor]) -> None:
+    """Tells autograd that ``params`` were written: the fused kernels do not."""
+    for param in params:
+        torch.autograd.graph.increment_version(param)
+
+
+def _storage_uses(tensor: Tensor) -> int:
+    storage = tensor.untyped_storage()  # held while asked: the address of a storage that is gone means nothing
+    uses: int = torch._C._storage_Use_Count(storage._cdata)
+    return uses
+
+
+_USES_OF_A_SOLE_OWNER = _storage_uses(torch.empty(1))
+
+
+def owns_memory(tensor: Tensor) -> bool:
+    """Whether nobody else, autograd included, holds the memory of ``tensor``; False where that cannot be told."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    if local.layout is not torch.strided or type(local) not in (Tensor, torch.nn.Parameter):
+        return False
+    return _storage_uses(local) <= _USES_OF_A_SOLE_OWNER
+
+
+def storage_reference(tensor: Tensor) -> StorageWeakRef | None:
+    """A weak reference to the memory of ``tensor``, equal for tensors that share it; None where it has none."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    if local.is_sparse:
+        local = local._values()
+    if local.layout is not torch.strided or type(local) not in (Tensor, torch.nn.Parameter):
+        return None
+    return StorageWeakRef(local.untyped_storage())
 
 
 def capture_check(optimizer_class: type[Optimizer]) -> str | None:

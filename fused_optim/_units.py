@@ -87,6 +87,8 @@ class DirectUnit:
         optimizer.state = whole.state
         try:
             self._step(optimizer)
+            if view.get("fused"):
+                _torch.raise_versions(params)
         finally:
             view.clear()
 
