@@ -31,8 +31,8 @@ from fused_optim._hooks import (
 from fused_optim._norms import Measurement, NormLedger, clip_coefficient
 from fused_optim._roster import Roster
 from fused_optim._rounds import Rounds
-from fused_optim._surroundings import Surroundings
 from fused_optim._stepper import Options, Stepper
+from fused_optim._surroundings import Surroundings
 
 RUN_LENGTH = 128
 """So many parameters share a unit at most: beyond it, the fixed cost of a step is spread thin enough."""

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from fused_optim import _torch
+from fused_optim import _guards, _torch
 from fused_optim._norms import NormLedger
 from fused_optim._scaling import KernelScaledRun, ScaledRun, lend_scale
 from fused_optim._surroundings import Surroundings
@@ -66,7 +65,7 @@ class Stepper:
         self._options = options
         self._scaled_runs: list[ScaledRun] = []
         self._isolated = isinstance(self.unit, IsolatedUnit)
-        self._shared_memory: set[StorageWeakRef] = set()
+        self._shared_memory: list[_torch.Memory] = []
         self.surroundings = Surroundings.current()
 
     def begin_round(self) -> None:
@@ -140,11 +139,11 @@ class Stepper:
             grad = param.grad
             if grad is None or _torch.owns_memory(grad):
                 continue
-            memory = _torch.storage_reference(grad)
+            memory = _torch.memory_of(grad)
             if memory is not None:
-                if memory in self._shared_memory:
+                if any(map(memory.overlaps, self._shared_memory)):
                     raise RuntimeError(_guards.aliased(self._name(param)))
-                self._shared_memory.add(memory)
+                self._shared_memory.append(memory)
             param.grad = grad.clone()
 
     def _step(self, group: int, params: list[Tensor]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +17,15 @@ _default_device: Callable[[], Any] = getattr(torch, "get_default_device", lambda
 
 
 def _asks_autocast() -> dict[str, Callable[[], bool]]:
-    asks: dict[str, Callable[[], bool]] = {"cpu": torch.is_autocast_cpu_enabled, "cuda": torch.is_autocast_enabled}
-    if hasattr(torch, "accelerator"):
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None and accelerator.type != "cuda":
-            asks[accelerator.type] = lambda: torch.is_autocast_enabled(accelerator.type)
-    return asks
+    try:
+        torch.is_autocast_enabled("cpu")
+    except TypeError:  # one function a device, in old releases
+        return {"cpu": torch.is_autocast_cpu_enabled, "cuda": torch.is_autocast_enabled}
+    kinds = {"cpu", "cuda"}
+    accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+    if accelerator is not None:
+        kinds.add(accelerator.type)
+    return {kind: partial(torch.is_autocast_enabled, kind) for kind in sorted(kinds)}
 
 
 _autocast_asks = _asks_autocast()

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.autograd.function import BackwardCFunction
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 
@@ -119,14 +119,34 @@ def owns_memory(tensor: Tensor) -> bool:
     return _storage_uses(local) <= _USES_OF_A_SOLE_OWNER
 
 
-def storage_reference(tensor: Tensor) -> StorageWeakRef | None:
-    """A weak reference to the memory of ``tensor``, equal for tensors that share it; None where it has none."""
+class Memory(NamedTuple):
+    """Where a tensor lies.
+
+    Attributes:
+        storage: a weak reference, equal for tensors of one storage.
+        start, end: its bytes in there.
+    """
+
+    storage: StorageWeakRef
+    start: int
+    end: int
+
+    def overlaps(self, other: Memory) -> bool:
+        """Whether both may hold the same bytes; False once one of them is gone."""
+        return self.storage == other.storage and self.start < other.end and other.start < self.end
+
+
+def memory_of(tensor: Tensor) -> Memory | None:
+    """Where ``tensor`` lies, without keeping it; None where that cannot be told."""
     local = getattr(tensor, "_local_tensor", tensor)
-    if local.is_sparse:
+    if local.layout is torch.sparse_coo:
         local = local._values()
-    if local.layout is not torch.strided or type(local) not in (Tensor, torch.nn.Parameter):
+    if local.layout is not torch.strided or type(local) not in (Tensor, torch.nn.Parameter) or not local.numel():
         return None
-    return StorageWeakRef(local.untyped_storage())
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride()))
+    start, size = int(local.storage_offset()), local.element_size()
+    reference = StorageWeakRef(local.untyped_storage())  # type: ignore[no-untyped-call]
+    return Memory(reference, start * size, (start + int(extent)) * size)
 
 
 def capture_check(optimizer_class: type[Optimizer]) -> str | None:
