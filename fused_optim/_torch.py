@@ -114,9 +114,12 @@ _USES_OF_A_SOLE_OWNER = _storage_uses(torch.empty(1))
 def owns_memory(tensor: Tensor) -> bool:
     """Whether nobody else, autograd included, holds the memory of ``tensor``; False where that cannot be told."""
     local = getattr(tensor, "_local_tensor", tensor)
-    if local.layout is not torch.strided or type(local) not in (Tensor, torch.nn.Parameter):
+    if local.layout is not torch.strided:
         return False
-    return _storage_uses(local) <= _USES_OF_A_SOLE_OWNER
+    try:
+        return _storage_uses(local) <= _USES_OF_A_SOLE_OWNER
+    except (RuntimeError, NotImplementedError):  # a subclass without storage
+        return False
 
 
 class Memory(NamedTuple):

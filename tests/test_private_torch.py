@@ -35,6 +35,7 @@ def a_param() -> nn.Parameter:
 
 KNOWN = {
     "torch._C._current_graph_task_id",
+    "torch._C._storage_Use_Count",
     "torch._foreach_norm",
     "torch._utils.is_compiling",
     "torch.autograd.Variable._execution_engine",
@@ -53,6 +54,19 @@ def test_no_other_private_name_of_torch_is_used() -> None:
         used |= {match for match in found if match.startswith("torch.utils._")}
     used -= {"torch._dynamo"}  # looked for among the modules that are already there, never imported
     assert used == KNOWN
+
+
+# Memory
+
+
+def test_the_only_holder_of_memory_is_told_from_others() -> None:
+    alone = torch.ones(3)
+    assert _torch.owns_memory(alone)
+    view = alone.view(3, 1)
+    assert not _torch.owns_memory(alone)
+    del view
+    assert _torch.owns_memory(alone)
+    assert not _torch.owns_memory(alone.to_sparse())
 
 
 # The running backward pass
