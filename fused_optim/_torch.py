@@ -117,6 +117,8 @@ def owns_memory(tensor: Tensor) -> bool:
     if local.layout is not torch.strided:
         return False
     try:
+        if local.untyped_storage().device.type == "meta":  # fake tensors have no memory to share
+            return True
         return _storage_uses(local) <= _USES_OF_A_SOLE_OWNER
     except (RuntimeError, NotImplementedError):  # a subclass without storage
         return False
